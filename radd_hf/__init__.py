@@ -1,0 +1,41 @@
+# Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
+"""RADD, reparameterized absorbing discrete diffusion, for Hugging Face Transformers."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+
+from .configuration_radd import RADDConfig
+from .generation_config_radd import RADDGenerationConfig
+from .generation_radd import RADDGenerationOutput
+from .losses import diffusion_loss
+from .modeling_radd import RADDForMaskedDiffusion, RADDModel
+from .noise_schedule_radd import (
+    CosineNoise,
+    GeometricNoise,
+    LogLinearNoise,
+    NoiseSchedule,
+    expected_nfe,
+    get_noise_schedule,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CosineNoise",
+    "GeometricNoise",
+    "LogLinearNoise",
+    "NoiseSchedule",
+    "RADDConfig",
+    "RADDForMaskedDiffusion",
+    "RADDGenerationConfig",
+    "RADDGenerationOutput",
+    "RADDModel",
+    "diffusion_loss",
+    "expected_nfe",
+    "get_noise_schedule",
+]
+
+AutoConfig.register("radd", RADDConfig, exist_ok=True)
+AutoModel.register(RADDConfig, RADDForMaskedDiffusion, exist_ok=True)
+AutoModelForMaskedLM.register(RADDConfig, RADDForMaskedDiffusion, exist_ok=True)
+RADDConfig.register_for_auto_class()
+RADDForMaskedDiffusion.register_for_auto_class("AutoModelForMaskedLM")

@@ -1,0 +1,159 @@
+# Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
+"""Options of the samplers: their defaults, their checks and how they are merged."""
+
+from transformers import GenerationConfig
+
+from .noise_schedule_radd import check_num_steps
+
+ALGORITHMS = ("tweedie", "euler", "any_order")
+ORDERS = ("random", "forward", "backward")
+SAMPLING_DTYPES = ("float64", "float32")
+
+# Options that transformers' GenerationConfig does not have, with their defaults.
+_OWN_OPTIONS = {
+    "algorithm": "tweedie",
+    "num_steps": None,
+    "order": "random",
+    "sampling_dtype": "float64",
+    "chunk_size": 256,
+    "mask_token_id": None,
+    "output_history": False,
+    "progress_bar": False,
+}
+# Options of GenerationConfig that mean the same here, with our defaults.
+_SHARED_OPTIONS = {
+    "max_length": None,
+    "max_new_tokens": None,
+    "do_sample": True,
+    "use_cache": True,
+    "temperature": None,
+    "top_k": None,
+    "top_p": None,
+    "min_p": None,
+    "typical_p": None,
+    "repetition_penalty": None,
+    "suppress_tokens": None,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GENERATION_OPTIONS = tuple(sorted({**_OWN_OPTIONS, **_SHARED_OPTIONS}))
+_METADATA = ("transformers_version", "_from_model_config", "_commit_hash")
+
+
+class RADDGenerationConfig(GenerationConfig):
+    """
+    Options of `diffusion_generate`; saved with the model as generation_config.json. An unknown option raises.
+
+    Args:
+        algorithm (`str`, *optional*, defaults to `"tweedie"`):
+            "tweedie" or "euler": each position's step is drawn from the reveal distribution of the model's noise
+            schedule on the grid t_k = k / `num_steps`. "any_order": positions are revealed in `order`.
+        num_steps (`int`, *optional*): Steps n of the grid; for "any_order" ceil(l / n) positions are revealed a pass.
+            `None` is the limit: one position a pass, l passes.
+        order (`str` or `list[int]`, *optional*, defaults to `"random"`): For "any_order": "random", "forward",
+            "backward" or a list of positions (columns of the canvas); fixed positions are skipped.
+        use_cache (`bool`, *optional*, defaults to `True`): Skip the network in steps that reveal nothing. `False` calls
+            it in each of the `num_steps` steps, as a time-conditioned model has to, and draws the same tokens.
+        max_new_tokens (`int`, *optional*): Masks appended after each row's last real token.
+        max_length (`int`, *optional*): Length up to which masks are appended; without `input_ids` the length of the
+            samples, by default the model's `max_position_embeddings`.
+        do_sample (`bool`, *optional*, defaults to `True`): `False`, or `temperature=0`, takes the likeliest token.
+        temperature, top_k, top_p, min_p, typical_p, repetition_penalty, suppress_tokens (*optional*):
+            As in transformers, applied by its own processors to the logits before the draw. A repetition penalty
+            looks at the whole canvas.
+        sampling_dtype (`str`, *optional*, defaults to `"float64"`): Precision of the Gumbel-max draw, or "float32".
+        chunk_size (`int`, *optional*, defaults to 256): Positions whose logits exist at the same time.
+        num_return_sequences (`int`, *optional*, defaults to 1): Independent samples for each row.
+        return_dict_in_generate (`bool`, *optional*, defaults to `False`): Return a `RADDGenerationOutput`.
+        output_history (`bool`, *optional*, defaults to `False`): Record the sequences after each pass.
+        progress_bar (`bool`, *optional*, defaults to `False`): Show forward passes with tqdm.
+        mask_token_id (`int`, *optional*): Defaults to the model config's.
+        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special ids; padding fills the left of rows of
+            unequal length after `max_new_tokens`.
+
+    Raises:
+        ValueError: An unknown option, or a value an option cannot have.
+    """
+
+    def __init__(self, **kwargs):
+        reject_unknown_options({k: v for k, v in kwargs.items() if v is not None and k not in _METADATA})
+        for name, default in _OWN_OPTIONS.items():
+            value = kwargs.pop(name, None)
+            setattr(self, name, default if value is None else value)
+        super().__init__(**{**_SHARED_OPTIONS, **{k: v for k, v in kwargs.items() if v is not None}})
+
+    @classmethod
+    def from_model_config(cls, model_config):
+        raise NotImplementedError("Sampling options live in generation_config.json, not in the model's config.")
+
+    @staticmethod
+    def _get_default_generation_params() -> dict:
+        return {}
+
+    def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None):
+        """Check every option by itself; what depends on the inputs is checked in `diffusion_generate`."""
+        _check_choice("algorithm", self.algorithm, ALGORITHMS)
+        _check_choice("sampling_dtype", self.sampling_dtype, SAMPLING_DTYPES)
+        if not (isinstance(self.order, (list, tuple)) and all(_is_int(i) for i in self.order)):
+            if not isinstance(self.order, str) or self.order not in ORDERS:
+                raise ValueError(f"`order` must be one of {list(ORDERS)} or a list of positions, got {self.order!r}.")
+        if self.num_steps is not None:
+            check_num_steps(self.num_steps)
+        for name, lowest in (("num_return_sequences", 1), ("chunk_size", 1)):
+            value = getattr(self, name)
+            if not _is_int(value) or value < lowest:
+                raise ValueError(f"`{name}` must be an integer of at least {lowest}, got {value!r}.")
+        for name, lowest in (("max_length", 1), ("max_new_tokens", 0), ("mask_token_id", 0), ("top_k", 1)):
+            value = getattr(self, name)
+            if value is not None and (not _is_int(value) or value < lowest):
+                raise ValueError(f"`{name}` must be None or an integer of at least {lowest}, got {value!r}.")
+        for name, low, high in (
+            ("temperature", 0.0, float("inf")),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("typical_p", 0.0, 1.0),
+            ("repetition_penalty", 0.0, float("inf")),
+        ):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                raise ValueError(f"`{name}` must be None or a number in [{low}, {high}], got {value!r}.")
+        if self.suppress_tokens is not None and not all(_is_int(i) for i in self.suppress_tokens):
+            raise ValueError(f"`suppress_tokens` must be a list of token ids, got {self.suppress_tokens!r}.")
+        for name in ("do_sample", "use_cache", "return_dict_in_generate", "output_history", "progress_bar"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken instead of a draw."""
+        return not self.do_sample or self.temperature == 0
+
+
+def merge_options(own: GenerationConfig | None, given: GenerationConfig | None, kwargs: dict) -> RADDGenerationConfig:
+    """One checked config: `kwargs` before the `given` config before the model's `own` before the defaults."""
+    reject_unknown_options(kwargs)
+    base = given if given is not None else own
+    stored = {} if base is None else base.to_dict()
+    stored = {k: v for k, v in stored.items() if v is not None and k not in _METADATA}
+    return RADDGenerationConfig(**{**stored, **kwargs})
+
+
+def reject_unknown_options(options: dict):
+    """Raise a ValueError that lists the valid options if `options` has another key."""
+    unknown = sorted(set(options) - set(GENERATION_OPTIONS))
+    if unknown:
+        raise ValueError(f"Unknown generation option(s) {unknown}; valid options: {list(GENERATION_OPTIONS)}.")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]):
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {list(choices)}, got {value!r}.")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

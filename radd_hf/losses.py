@@ -1,0 +1,292 @@
+# Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
+"""The four training losses: one cross-entropy, four weights (Theorem 2). All in nats per sequence.
+
+Shapes: B batch, L length, V vocabulary, N masked positions of the batch. `nll` (B,) is sum_m [-log q_i] over the masked
+positions m of a row, q_i = c_theta(x_t)[i, x_0^i].
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .forward_process import draw_unit, mask_exactly, mask_tokens
+from .noise_schedule_radd import NoiseSchedule, get_noise_schedule
+
+LOSS_TYPES = ("dse", "t_dce", "lambda_dce", "ao")
+# The paper's code base draws t from [1e-3, 1] and does not reweight: a mean bias of about -0.12 %.
+DEFAULT_TIME_EPS = 1e-3
+
+
+def dse_loss(nll: torch.Tensor, t: torch.Tensor, noise_schedule: NoiseSchedule) -> torch.Tensor:
+    """
+    Denoising score entropy (Eq. score_entropy) for a normalised network: w(t) sum_m [-log q_i], (B,), nats.
+
+    Exact draw by draw: sum_j s c_j = s, and the constant K(s) = s log s - s cancels the log s term.
+    """
+    return noise_schedule.loss_weight(t).to(nll) * nll
+
+
+def t_dce_loss(
+    nll: torch.Tensor, num_masked: torch.Tensor, t: torch.Tensor, noise_schedule: NoiseSchedule
+) -> torch.Tensor:
+    """
+    t-denoising cross-entropy (Eq. tDCE_q): w(t) sum_m [-log q_i - log s(t)], (B,), nats.
+
+    The mean is that of `dse_loss`; the log s term has mean zero over t and only adds variance.
+    """
+    log_scale = torch.log(noise_schedule.score_scale(t)).to(nll)
+    return noise_schedule.loss_weight(t).to(nll) * (nll - num_masked.to(nll) * log_scale)
+
+
+def lambda_dce_loss(nll: torch.Tensor, mask_probability: torch.Tensor) -> torch.Tensor:
+    """lambda-denoising cross-entropy (Eq. DCEloss_lambda): 1 / lambda sum_m [-log q_i], (B,), nats."""
+    return nll / mask_probability.to(nll)
+
+
+def ao_loss(nll: torch.Tensor, num_masked: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    """Any-order autoregressive loss (Eq. ao_loss_parallel_k): L / k sum_m [-log q_i], (B,), nats; 0 for a row with k = 0."""
+    return nll * length.to(nll) / num_masked.clamp(min=1).to(nll)
+
+
+@dataclass
+class Corruption:
+    """
+    A corrupted batch and the numbers its loss weight needs.
+
+    Attributes:
+        noisy_ids (`torch.LongTensor` of shape `(B, L)`): x_t.
+        masked (`torch.BoolTensor` of shape `(B, L)`): Positions masked, hence scored.
+        level (`torch.Tensor` of shape `(B,)`): t for "dse" and "t_dce", lambda for "lambda_dce", k for "ao".
+        length (`torch.LongTensor` of shape `(B,)`): Maskable positions of each row.
+    """
+
+    noisy_ids: torch.LongTensor
+    masked: torch.BoolTensor
+    level: torch.Tensor
+    length: torch.LongTensor
+
+
+@dataclass
+class DiffusionLossOutput:
+    """
+    Attributes:
+        loss (`torch.Tensor` of shape `(B,)`): Weighted loss of each sequence, nats, float32.
+        nll (`torch.Tensor` of shape `(B,)`): Unweighted sum_m [-log q_i], nats.
+        num_masked (`torch.LongTensor` of shape `(B,)`): Masked positions k of each row.
+    """
+
+    loss: torch.Tensor
+    nll: torch.Tensor
+    num_masked: torch.LongTensor
+
+    @property
+    def nll_per_token(self) -> torch.Tensor:
+        """Mean over the rows with k >= 1 of nll / k, a scalar in nats per token: ln V for a zero output layer.
+
+        Not a number where no row has a masked position.
+        """
+        scored = self.num_masked > 0
+        return (self.nll[scored] / self.num_masked[scored]).mean()
+
+
+def corrupt(
+    input_ids: torch.LongTensor,
+    loss_type: str,
+    mask_token_id: int,
+    maskable: torch.BoolTensor,
+    *,
+    noise_schedule: NoiseSchedule,
+    time_sampling: str = "stratified",
+    time_eps: float = DEFAULT_TIME_EPS,
+    generator: torch.Generator | None = None,
+) -> Corruption:
+    """Draw t, lambda or k for each row and mask accordingly; arguments as in `diffusion_loss`."""
+    check_loss_type(loss_type)
+    length = maskable.sum(-1)
+    unit = draw_unit(len(input_ids), time_sampling, generator).to(input_ids.device)
+    if loss_type == "ao":
+        level = torch.ceil(unit * length).long()
+        noisy_ids, masked = mask_exactly(input_ids, level, mask_token_id, maskable, generator)
+        return Corruption(noisy_ids, masked, level, length)
+    if loss_type == "lambda_dce":
+        level = mask_probability = unit
+    else:
+        level = time_eps + (1 - time_eps) * unit
+        mask_probability = noise_schedule.mask_probability(level)
+    noisy_ids, masked = mask_tokens(input_ids, mask_probability, mask_token_id, maskable, generator)
+    return Corruption(noisy_ids, masked, level, length)
+
+
+def weigh(nll: torch.Tensor, corruption: Corruption, loss_type: str, noise_schedule: NoiseSchedule) -> torch.Tensor:
+    """The loss `loss_type` of each row (B,) from its masked cross-entropy (B,), nats."""
+    check_loss_type(loss_type)
+    num_masked = corruption.masked.sum(-1)
+    if loss_type == "dse":
+        return dse_loss(nll, corruption.level, noise_schedule)
+    if loss_type == "t_dce":
+        return t_dce_loss(nll, num_masked, corruption.level, noise_schedule)
+    if loss_type == "lambda_dce":
+        return lambda_dce_loss(nll, corruption.level)
+    return ao_loss(nll, num_masked, corruption.length)
+
+
+def masked_token_nll(
+    model: nn.Module,
+    input_ids: torch.LongTensor,
+    noisy_ids: torch.LongTensor,
+    masked: torch.BoolTensor,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """-log q_i at every masked position, (N,) in row-major order, float32 or wider: logits exist nowhere else."""
+    logits = model(input_ids=noisy_ids, attention_mask=attention_mask, logits_to_keep=masked).logits
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    return nn.functional.cross_entropy(logits, input_ids[masked].long(), reduction="none")
+
+
+def sum_over_masked(token_nll: torch.Tensor, masked: torch.BoolTensor) -> torch.Tensor:
+    """Sum of (N,) row-major values over each row of `masked` (B, L): (B,)."""
+    row = masked.nonzero()[:, 0]
+    return token_nll.new_zeros(len(masked)).index_add(0, row, token_nll)
+
+
+def diffusion_loss_terms(
+    model: nn.Module,
+    input_ids: torch.LongTensor,
+    loss_type: str,
+    *,
+    noise_schedule: NoiseSchedule | str | None = None,
+    attention_mask: torch.Tensor | None = None,
+    loss_mask: torch.Tensor | None = None,
+    time_sampling: str = "stratified",
+    time_eps: float = DEFAULT_TIME_EPS,
+    mask_token_id: int | None = None,
+    generator: torch.Generator | None = None,
+) -> DiffusionLossOutput:
+    """`diffusion_loss` with the unweighted cross-entropy beside the loss; arguments are those of `diffusion_loss`."""
+    check_loss_type(loss_type)
+    if not 0 <= time_eps < 1:
+        raise ValueError(f"`time_eps` must be in [0, 1), got {time_eps}.")
+    mask_token_id = resolve_mask_token_id(model, mask_token_id)
+    check_token_ids(input_ids, model.config.vocab_size)
+    maskable = maskable_positions(input_ids, attention_mask, loss_mask)
+    if bool((maskable & (input_ids == mask_token_id)).any()):
+        raise ValueError(
+            f"`input_ids` must be clean text where it may be masked, got mask tokens (id {mask_token_id}) there."
+        )
+    schedule = get_noise_schedule(model.config if noise_schedule is None else noise_schedule)
+    corruption = corrupt(
+        input_ids,
+        loss_type,
+        mask_token_id,
+        maskable,
+        noise_schedule=schedule,
+        time_sampling=time_sampling,
+        time_eps=time_eps,
+        generator=generator,
+    )
+    token_nll = masked_token_nll(model, input_ids, corruption.noisy_ids, corruption.masked, attention_mask)
+    nll = sum_over_masked(token_nll, corruption.masked)
+    loss = weigh(nll, corruption, loss_type, schedule)
+    return DiffusionLossOutput(loss=loss.float(), nll=nll, num_masked=corruption.masked.sum(-1))
+
+
+def diffusion_loss(
+    model: nn.Module,
+    input_ids: torch.LongTensor,
+    loss_type: str,
+    *,
+    noise_schedule: NoiseSchedule | str | None = None,
+    attention_mask: torch.Tensor | None = None,
+    loss_mask: torch.Tensor | None = None,
+    time_sampling: str = "stratified",
+    time_eps: float = DEFAULT_TIME_EPS,
+    mask_token_id: int | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """
+    One Monte Carlo draw of a training loss for each sequence: corrupt, run the network at the masks, weigh.
+
+    All four have the same mean, the bound sum over non-empty masks m of (k-1)! (L-k)! / L! CE(m), k = |m| (Theorem 2);
+    "dse" and "t_dce" up to the range of lambda that `time_eps` and the schedule leave.
+
+    Args:
+        model (`nn.Module`): A masked language model that takes `logits_to_keep` as a boolean mask.
+        input_ids (`torch.LongTensor` of shape `(B, L)`): Clean tokens x_0.
+        loss_type (`str`): "dse", "t_dce", "lambda_dce" or "ao".
+        noise_schedule (`NoiseSchedule` or `str`, *optional*): For "dse" and "t_dce"; defaults to the model config's.
+        attention_mask (`torch.Tensor` of shape `(B, L)`, *optional*): 0 at padding: invisible, never masked.
+        loss_mask (`torch.Tensor` of shape `(B, L)`, *optional*): False at context: never masked, never scored.
+        time_sampling (`str`, *optional*, defaults to `"stratified"`): See `draw_unit`.
+        time_eps (`float`, *optional*, defaults to 1e-3): t ~ U[time_eps, 1] for "dse" and "t_dce".
+        mask_token_id (`int`, *optional*): Defaults to the model config's.
+        generator (`torch.Generator`, *optional*): Source of the corruption.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`, float32: nats per sequence; a row without maskable positions costs 0.
+
+    Raises:
+        ValueError: An unknown `loss_type` or `time_sampling`, ids outside the vocabulary, masks of another shape.
+    """
+    return diffusion_loss_terms(
+        model,
+        input_ids,
+        loss_type,
+        noise_schedule=noise_schedule,
+        attention_mask=attention_mask,
+        loss_mask=loss_mask,
+        time_sampling=time_sampling,
+        time_eps=time_eps,
+        mask_token_id=mask_token_id,
+        generator=generator,
+    ).loss
+
+
+def check_loss_type(loss_type: str):
+    """Raise a ValueError that lists the valid names unless `loss_type` is one."""
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"`loss_type` must be one of {list(LOSS_TYPES)}, got {loss_type!r}.")
+
+
+def resolve_mask_token_id(model: nn.Module, mask_token_id: int | None) -> int:
+    """`mask_token_id`, or the model config's; a ValueError where neither is an id of the vocabulary."""
+    if mask_token_id is None:
+        mask_token_id = getattr(model.config, "mask_token_id", None)
+    vocab_size = model.config.vocab_size
+    if mask_token_id is None or not 0 <= mask_token_id < vocab_size:
+        raise ValueError(
+            f"`mask_token_id` must be an id in [0, vocab_size={vocab_size}), given or in the model's config, got "
+            f"{mask_token_id}."
+        )
+    return mask_token_id
+
+
+def check_token_ids(input_ids: torch.LongTensor, vocab_size: int):
+    """Raise a ValueError unless `input_ids` is a (B, L) tensor of ids below `vocab_size`."""
+    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"`input_ids` must be an integer tensor of shape (batch, length), got {input_ids.dtype} of shape "
+            f"{tuple(input_ids.shape)}."
+        )
+    if input_ids.numel() and (int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size):
+        raise ValueError(
+            f"`input_ids` must be in [0, vocab_size={vocab_size}), got values from {int(input_ids.min())} to "
+            f"{int(input_ids.max())}."
+        )
+
+
+def maskable_positions(
+    input_ids: torch.LongTensor, attention_mask: torch.Tensor | None, loss_mask: torch.Tensor | None
+) -> torch.BoolTensor:
+    """Where tokens may be masked, (B, L): real tokens that `loss_mask` does not make context."""
+    maskable = torch.ones_like(input_ids, dtype=torch.bool)
+    for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
+        if mask is None:
+            continue
+        if mask.shape != input_ids.shape:
+            raise ValueError(
+                f"`{name}` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {tuple(mask.shape)}."
+            )
+        maskable &= mask.to(input_ids.device).bool()
+    return maskable

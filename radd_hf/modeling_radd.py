@@ -1,0 +1,473 @@
+# Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
+"""The network c_theta: a bidirectional transformer from a text with holes to clean-token distributions. It sees no time.
+
+Shapes: B batch, L length, D width, H heads, V vocabulary (mask column included), K kept positions of the fullest row,
+N kept positions in all.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_radd import RADDConfig
+from .generation_config_radd import RADDGenerationConfig
+from .generation_radd import DiffusionGenerationMixin
+from .noise_schedule_radd import get_noise_schedule
+
+if TYPE_CHECKING:  # never run: makes save_pretrained ship the pipeline's file beside the weights
+    from .pipeline_radd import InfillingPipeline  # noqa: F401
+
+# Backends whose kernels accept fewer queries than keys; the others compute the last block at all positions.
+_SLICEABLE_ATTENTION = ("sdpa", "eager")
+
+
+class RADDRotaryEmbedding(nn.Module):
+    """Cosines and sines of rotary positions, computed in float32 whatever the weights are."""
+
+    def __init__(self, config: RADDConfig):
+        super().__init__()
+        self.config = config
+        self.max_seq_len_cached = config.max_position_embeddings
+        self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = config.rope_parameters["rope_type"]
+        rope_init = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+        inv_freq, self.attention_scaling = rope_init(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: RADDConfig, *args, **kwargs) -> tuple[torch.Tensor, float]:
+        """theta^(-2i / head_dim) for each pair i, and the attention scaling 1."""
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return 1.0 / (config.rope_parameters["rope_theta"] ** exponent), 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two tensors (B or 1, L, D / H) in x's dtype from positions (B or 1, L)."""
+        angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float32)
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn x (B, H, L, D / H) by its positions; cos and sin are (B or 1, L, D / H)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+
+def gather_rows(x: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
+    """x (B or 1, L, ...) at the positions `index` (B, K): (B, K, ...)."""
+    x = x.expand(index.shape[0], *x.shape[1:])
+    return x[torch.arange(index.shape[0], device=index.device)[:, None], index]
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention written out, with its weights: the only backend that can return them."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+class RADDAttention(nn.Module):
+    """Bidirectional multi-head attention with rotary positions and no biases."""
+
+    def __init__(self, config: RADDConfig):
+        super().__init__()
+        self.config = config
+        self.head_dim = config.head_dim
+        self.scaling = config.head_dim**-0.5
+        self.is_causal = False  # without it sdpa would attend causally when there is no padding
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, L, D / H)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        query_index: torch.LongTensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend from the positions `query_index` (B, K), or from all, to all: (B, K or L, D) and the weights."""
+        cos, sin = position_embeddings
+        key = rotate(self._heads(self.k_proj(hidden_states)), cos, sin)
+        value = self._heads(self.v_proj(hidden_states))
+        if query_index is not None:
+            hidden_states = gather_rows(hidden_states, query_index)
+            cos, sin = gather_rows(cos, query_index), gather_rows(sin, query_index)
+            if attention_mask is not None:
+                attention_mask = gather_rows(attention_mask.transpose(1, 2), query_index).transpose(1, 2)
+        query = rotate(self._heads(self.q_proj(hidden_states)), cos, sin)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attention(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+        )
+        return self.o_proj(output.flatten(2)), weights
+
+
+class RADDMLP(nn.Module):
+    """Two layers with a GELU between."""
+
+    def __init__(self, config: RADDConfig):
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.act_fn = ACT2FN[config.hidden_act]
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+
+
+class RADDLayer(GradientCheckpointingLayer):
+    """Pre-norm block: attention, then MLP, each with dropout on its branch."""
+
+    def __init__(self, config: RADDConfig):
+        super().__init__()
+        self.attn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.self_attn = RADDAttention(config)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = RADDMLP(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        query_index: torch.LongTensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """(B, L, D) -> (B, L, D), or (B, K, D) at the positions `query_index` (B, K) alone."""
+        attended, _ = self.self_attn(
+            self.attn_norm(hidden_states), attention_mask, position_embeddings, query_index, **kwargs
+        )
+        if query_index is not None:
+            hidden_states = gather_rows(hidden_states, query_index)
+        hidden_states = hidden_states + self.dropout(attended)
+        return hidden_states + self.dropout(self.mlp(self.mlp_norm(hidden_states)))
+
+
+class RADDPreTrainedModel(PreTrainedModel):
+    """What every RADD model shares: initialisation, strict loading, saving with code."""
+
+    config_class = RADDConfig
+    config: RADDConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["RADDLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": RADDLayer, "attentions": RADDAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if module is getattr(self, "lm_head", None) and not self.config.tie_word_embeddings:
+            init.zeros_(module.weight)  # an untrained model is uniform: NLL per token is ln(V)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, strict: bool = True, **kwargs):
+        """
+        `PreTrainedModel.from_pretrained` that never leaves a weight at random in silence.
+
+        Args:
+            strict (`bool`, *optional*, defaults to `True`):
+                Raise when the checkpoint lacks a weight or has one of another shape. `False` is transformers' own
+                behaviour: warn and initialise those weights.
+
+        Raises:
+            ValueError: Lists the missing, unexpected and mis-shaped keys.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        if strict:
+            kwargs["ignore_mismatched_sizes"] = True  # so that all of them can be listed at once
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        if strict and (info["missing_keys"] or info["mismatched_keys"]):
+            shapes = [f"{key}: {tuple(found)} instead of {tuple(own)}" for key, found, own in info["mismatched_keys"]]
+            raise ValueError(
+                f"The checkpoint {pretrained_model_name_or_path!r} does not fit {cls.__name__}; "
+                f"missing keys: {sorted(info['missing_keys'])}; mis-shaped keys: {sorted(shapes)}; "
+                f"unexpected keys: {sorted(info['unexpected_keys'])}. Pass strict=False to initialise these weights."
+            )
+        return (model, info) if wants_info else model
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """`PreTrainedModel.save_pretrained`, with the code files and the entries by which the Auto classes find them."""
+        if self._auto_class is not None:
+            head = "modeling_radd.RADDForMaskedDiffusion"
+            self.config.auto_map = {
+                "AutoConfig": "configuration_radd.RADDConfig",
+                "AutoModel": head,
+                "AutoModelForMaskedLM": head,
+            }
+            self.config.custom_pipelines = {
+                "radd-infilling": {"impl": "pipeline_radd.InfillingPipeline", "pt": ["AutoModelForMaskedLM"]}
+            }
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+
+class RADDModel(RADDPreTrainedModel):
+    """The trunk: embedding, blocks and final norm."""
+
+    def __init__(self, config: RADDConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([RADDLayer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.rotary_emb = RADDRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        keep_mask: torch.BoolTensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `(B, L)`): Text with holes; or `inputs_embeds` (B, L, D).
+            attention_mask (`torch.Tensor` of shape `(B, L)`, *optional*): 0 at padding, on any side; 4-D masks pass.
+            position_ids (`torch.LongTensor` of shape `(B, L)`, *optional*): Defaults to the count of real tokens
+                before each, so that padding changes nothing.
+            keep_mask (`torch.BoolTensor` of shape `(B, L)`, *optional*): Positions wanted.
+
+        Returns:
+            `BaseModelOutput` with `last_hidden_state` (B, L, D); with `keep_mask` (N, D), row-major, and the last
+            block's queries and MLP computed there alone where the attention backend allows it.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if (
+            attention_mask is not None
+            and attention_mask.dim() == 2
+            and attention_mask.shape != inputs_embeds.shape[:2]
+        ):
+            raise ValueError(
+                f"`attention_mask` must have the inputs' shape {tuple(inputs_embeds.shape[:2])}, got "
+                f"{tuple(attention_mask.shape)}."
+            )
+        if position_ids is None:
+            position_ids = default_position_ids(inputs_embeds, attention_mask)
+        query_index, is_kept = None, None
+        if keep_mask is not None and self._slices_last_block(kwargs):
+            query_index, is_kept = kept_positions(keep_mask)
+        mask = create_bidirectional_mask(
+            config=self.config, inputs_embeds=inputs_embeds, attention_mask=attention_mask
+        )
+        hidden_states = inputs_embeds
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=mask,
+                position_embeddings=position_embeddings,
+                query_index=query_index if i == last else None,
+                **kwargs,
+            )
+        if query_index is not None:
+            hidden_states = hidden_states[is_kept]
+        elif keep_mask is not None:
+            hidden_states = hidden_states[keep_mask]
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+    def _slices_last_block(self, kwargs: dict) -> bool:
+        recorded = any(
+            kwargs.get(flag, getattr(self.config, flag, False))
+            for flag in ("output_hidden_states", "output_attentions")
+        )
+        return self.config._attn_implementation in _SLICEABLE_ATTENTION and not recorded
+
+
+def default_position_ids(inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.LongTensor:
+    """Number of real tokens before each position, (B or 1, L)."""
+    if attention_mask is not None and attention_mask.dim() == 2:
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    return torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
+
+
+def kept_positions(keep_mask: torch.BoolTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
+    """The kept positions of each row in order, filled up to the fullest row: indices and validity, both (B, K)."""
+    counts = keep_mask.sum(-1)
+    width = max(1, int(counts.max())) if len(counts) else 1  # attention kernels need a query, kept or not
+    index = keep_mask.byte().argsort(dim=-1, descending=True, stable=True)[:, :width]
+    return index, torch.arange(width, device=keep_mask.device) < counts[:, None]
+
+
+class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
+    """
+    c_theta(x_t)[i, j] = q(x_0^i = j | unmasked tokens): the trunk and an output layer whose softmax is over clean tokens.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    generation_config_class = RADDGenerationConfig
+
+    def __init__(self, config: RADDConfig):
+        super().__init__(config)
+        self.model = RADDModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=True)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear):
+        self.lm_head = new_embeddings
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs) -> nn.Embedding:
+        """`PreTrainedModel.resize_token_embeddings`; the mask token keeps its id and must stay in the vocabulary."""
+        if new_num_tokens is not None and new_num_tokens <= self.config.mask_token_id:
+            raise ValueError(
+                f"`new_num_tokens` must be greater than mask_token_id={self.config.mask_token_id}, got {new_num_tokens}."
+            )
+        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Output layer: (..., D) -> (..., V) with the mask column at -inf, so no probability ever falls on M."""
+        logits = self.lm_head(hidden_states)
+        logits[..., self.config.mask_token_id] = float("-inf")
+        return logits
+
+    def _revealed_logits(
+        self, ids: torch.LongTensor, attention_mask: torch.Tensor | None, reveal: torch.BoolTensor, chunk_size: int
+    ) -> Iterator[torch.Tensor]:
+        """As in the mixin, with the output layer run at revealed positions alone, a chunk at a time."""
+        hidden_states = self.model(input_ids=ids, attention_mask=attention_mask, keep_mask=reveal).last_hidden_state
+        for chunk in hidden_states.split(chunk_size) if len(hidden_states) else ():
+            yield self.compute_logits(chunk)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs,
+    ) -> MaskedLMOutput:
+        r"""
+        Args:
+            input_ids (`torch.LongTensor` of shape `(B, L)`): Tokens, with `config.mask_token_id` at the holes.
+            attention_mask (`torch.Tensor` of shape `(B, L)`, *optional*): 0 at padding, on any side.
+            position_ids (`torch.LongTensor` of shape `(B, L)`, *optional*): Rotary positions.
+            inputs_embeds (`torch.Tensor` of shape `(B, L, D)`, *optional*): Instead of `input_ids`.
+            labels (`torch.LongTensor` of shape `(B, L)`, *optional*): Clean tokens; -100 is ignored.
+            logits_to_keep (`int` or `torch.Tensor`, *optional*, defaults to 0):
+                The last n positions (0: all), a 1-D tensor of positions, or a boolean mask (B, L): only the rows where
+                it is True, as (N, V), and nothing is computed for the others that the output does not need.
+            num_items_in_batch (`int`, *optional*): Divisor of the loss instead of the number of labels.
+
+        Returns:
+            `MaskedLMOutput`: `logits` (B, L, V), normalised by nobody and -inf at the mask column; `loss` (with
+            `labels`) the mean cross-entropy in nats per labelled token, without any diffusion weight.
+        """
+        keep_mask = None
+        if torch.is_tensor(logits_to_keep) and logits_to_keep.dtype == torch.bool:
+            shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+            if logits_to_keep.shape != shape:
+                raise ValueError(
+                    f"A boolean `logits_to_keep` must have the inputs' shape {tuple(shape)}, got "
+                    f"{tuple(logits_to_keep.shape)}."
+                )
+            keep_mask = logits_to_keep
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            keep_mask=keep_mask,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if keep_mask is not None:
+            labels = None if labels is None else labels[keep_mask]
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            hidden_states = hidden_states[:, kept]
+            labels = None if labels is None else labels[:, kept]
+        logits = self.compute_logits(hidden_states)
+        loss = None if labels is None else masked_lm_loss(logits, labels, num_items_in_batch)
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+    def concrete_score(
+        self, input_ids: torch.LongTensor, t: torch.Tensor | float, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """
+        Theorem 1: p_t(x^) / p_t(x) = s(t) c_theta(x)[i, x^i] for every x^ that differs from x at one masked position.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(B, L)`): x, with holes.
+            t (`float` or `torch.Tensor` of shape `(B,)`): Time in (0, 1], under the config's noise schedule.
+            attention_mask (`torch.Tensor` of shape `(B, L)`, *optional*): 0 at padding.
+
+        Returns:
+            `torch.Tensor` of shape `(B, L, V)`, float32: the scores, 1 at x^i = x^i itself; meaningful at masked
+            positions only (no reverse transition leaves an unmasked token).
+        """
+        t = torch.as_tensor(t, dtype=torch.float64, device=input_ids.device)
+        scale = get_noise_schedule(self.config).score_scale(t).float().reshape(-1, 1, 1)
+        logits = self(input_ids, attention_mask=attention_mask).logits
+        score = scale * torch.softmax(logits, dim=-1, dtype=torch.float32)
+        return score.scatter(-1, input_ids[..., None], 1.0)
+
+
+def masked_lm_loss(
+    logits: torch.Tensor, labels: torch.LongTensor, num_items_in_batch: torch.Tensor | int | None = None
+) -> torch.Tensor:
+    """Cross-entropy in float32 over the labels that are not -100: their mean, or their sum over `num_items_in_batch`."""
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = nn.functional.cross_entropy(
+        logits.float().flatten(0, -2), labels.flatten().to(logits.device), ignore_index=-100, reduction=reduction
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+__all__ = ["RADDForMaskedDiffusion", "RADDModel", "RADDPreTrainedModel"]
