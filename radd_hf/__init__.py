@@ -4,6 +4,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from .configuration_radd import RADDConfig
+from .evaluation import estimate_likelihood
 from .generation_config_radd import RADDGenerationConfig
 from .generation_radd import RADDGenerationOutput
 from .losses import diffusion_loss
@@ -16,6 +17,8 @@ from .noise_schedule_radd import (
     expected_nfe,
     get_noise_schedule,
 )
+from .trainer import RADDTrainer
+from .training_args import RADDTrainingArguments
 
 __version__ = "0.1.0"
 
@@ -29,7 +32,10 @@ __all__ = [
     "RADDGenerationConfig",
     "RADDGenerationOutput",
     "RADDModel",
+    "RADDTrainer",
+    "RADDTrainingArguments",
     "diffusion_loss",
+    "estimate_likelihood",
     "expected_nfe",
     "get_noise_schedule",
 ]

@@ -55,8 +55,8 @@ class RADDGenerationConfig(GenerationConfig):
             `None` is the limit: one position a pass, l passes.
         order (`str` or `list[int]`, *optional*, defaults to `"random"`): For "any_order": "random", "forward",
             "backward" or a list of positions (columns of the canvas); fixed positions are skipped.
-        use_cache (`bool`, *optional*, defaults to `True`): Skip the network in steps that reveal nothing. `False` calls
-            it in each of the `num_steps` steps, as a time-conditioned model has to, and draws the same tokens.
+        use_cache (`bool`, *optional*, defaults to `True`): Skip the network in steps that reveal nothing. `False`
+            calls it in each of the `num_steps` steps, as a time-conditioned model must, and draws the same tokens.
         max_new_tokens (`int`, *optional*): Masks appended after each row's last real token.
         max_length (`int`, *optional*): Length up to which masks are appended; without `input_ids` the length of the
             samples, by default the model's `max_position_embeddings`.

@@ -2,8 +2,8 @@
 """Sampling: draw when each position is revealed, then run the network only at those moments.
 
 Whether a masked position is revealed in a step depends on time alone, never on the network. So a reveal plan is drawn
-first, and each row of a batch then goes from one of its events to its next: the law of the step-by-step sampler with the
-paper's output cache (Algorithms 5 and 6), at exactly its number of network calls.
+first, and each row of a batch then goes from one of its events to its next: the law of the step-by-step sampler with
+the paper's output cache (Algorithms 5 and 6), at exactly its number of network calls.
 
 Shapes: B rows, L length, l free positions of a row, N positions revealed in a pass, V vocabulary.
 """
@@ -345,7 +345,7 @@ def append_masks(
     mask_token_id: int,
     config,
 ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-    """Masks after each row's last real token, up to `max_new_tokens` more or `max_length` in all; padding on the left."""
+    """Masks after each row's last real token: `max_new_tokens` more or `max_length` in all; padding on the left."""
     rows = canvas if attention_mask is None else [ids[m] for ids, m in zip(canvas, attention_mask.bool(), strict=True)]
     if options.max_new_tokens is not None:
         counts = [options.max_new_tokens] * len(rows)

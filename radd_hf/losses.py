@@ -1,8 +1,8 @@
 # Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
 """The four training losses: one cross-entropy, four weights (Theorem 2). All in nats per sequence.
 
-Shapes: B batch, L length, V vocabulary, N masked positions of the batch. `nll` (B,) is sum_m [-log q_i] over the masked
-positions m of a row, q_i = c_theta(x_t)[i, x_0^i].
+Shapes: B batch, L length, V vocabulary, N masked positions of the batch. `nll` (B,) is sum_m [-log q_i] over the
+masked positions m of a row, q_i = c_theta(x_t)[i, x_0^i].
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def lambda_dce_loss(nll: torch.Tensor, mask_probability: torch.Tensor) -> torch.
 
 
 def ao_loss(nll: torch.Tensor, num_masked: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    """Any-order autoregressive loss (Eq. ao_loss_parallel_k): L / k sum_m [-log q_i], (B,), nats; 0 for a row with k = 0."""
+    """Any-order autoregressive loss (Eq. ao_loss_parallel_k): L / k sum_m [-log q_i], (B,), nats; 0 if k = 0."""
     return nll * length.to(nll) / num_masked.clamp(min=1).to(nll)
 
 
@@ -74,11 +74,13 @@ class DiffusionLossOutput:
         loss (`torch.Tensor` of shape `(B,)`): Weighted loss of each sequence, nats, float32.
         nll (`torch.Tensor` of shape `(B,)`): Unweighted sum_m [-log q_i], nats.
         num_masked (`torch.LongTensor` of shape `(B,)`): Masked positions k of each row.
+        length (`torch.LongTensor` of shape `(B,)`): Maskable positions L of each row.
     """
 
     loss: torch.Tensor
     nll: torch.Tensor
     num_masked: torch.LongTensor
+    length: torch.LongTensor
 
     @property
     def nll_per_token(self) -> torch.Tensor:
@@ -169,13 +171,14 @@ def diffusion_loss_terms(
     if not 0 <= time_eps < 1:
         raise ValueError(f"`time_eps` must be in [0, 1), got {time_eps}.")
     mask_token_id = resolve_mask_token_id(model, mask_token_id)
-    check_token_ids(input_ids, model.config.vocab_size)
+    config = model_config(model)
+    check_token_ids(input_ids, config.vocab_size)
     maskable = maskable_positions(input_ids, attention_mask, loss_mask)
     if bool((maskable & (input_ids == mask_token_id)).any()):
         raise ValueError(
             f"`input_ids` must be clean text where it may be masked, got mask tokens (id {mask_token_id}) there."
         )
-    schedule = get_noise_schedule(model.config if noise_schedule is None else noise_schedule)
+    schedule = get_noise_schedule(config if noise_schedule is None else noise_schedule)
     corruption = corrupt(
         input_ids,
         loss_type,
@@ -189,7 +192,9 @@ def diffusion_loss_terms(
     token_nll = masked_token_nll(model, input_ids, corruption.noisy_ids, corruption.masked, attention_mask)
     nll = sum_over_masked(token_nll, corruption.masked)
     loss = weigh(nll, corruption, loss_type, schedule)
-    return DiffusionLossOutput(loss=loss.float(), nll=nll, num_masked=corruption.masked.sum(-1))
+    return DiffusionLossOutput(
+        loss=loss.float(), nll=nll, num_masked=corruption.masked.sum(-1), length=corruption.length
+    )
 
 
 def diffusion_loss(
@@ -249,11 +254,17 @@ def check_loss_type(loss_type: str):
         raise ValueError(f"`loss_type` must be one of {list(LOSS_TYPES)}, got {loss_type!r}.")
 
 
+def model_config(model: nn.Module):
+    """The config of a model, also where DistributedDataParallel keeps it one level down."""
+    return getattr(model, "module", model).config
+
+
 def resolve_mask_token_id(model: nn.Module, mask_token_id: int | None) -> int:
     """`mask_token_id`, or the model config's; a ValueError where neither is an id of the vocabulary."""
+    config = model_config(model)
     if mask_token_id is None:
-        mask_token_id = getattr(model.config, "mask_token_id", None)
-    vocab_size = model.config.vocab_size
+        mask_token_id = getattr(config, "mask_token_id", None)
+    vocab_size = config.vocab_size
     if mask_token_id is None or not 0 <= mask_token_id < vocab_size:
         raise ValueError(
             f"`mask_token_id` must be an id in [0, vocab_size={vocab_size}), given or in the model's config, got "

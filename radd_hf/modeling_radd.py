@@ -1,5 +1,5 @@
 # Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
-"""The network c_theta: a bidirectional transformer from a text with holes to clean-token distributions. It sees no time.
+"""The network c_theta: a bidirectional transformer from a text with holes to clean-token distributions, without time.
 
 Shapes: B batch, L length, D width, H heads, V vocabulary (mask column included), K kept positions of the fullest row,
 N kept positions in all.
@@ -227,7 +227,7 @@ class RADDPreTrainedModel(PreTrainedModel):
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """`PreTrainedModel.save_pretrained`, with the code files and the entries by which the Auto classes find them."""
+        """`PreTrainedModel.save_pretrained`, with the code files and the entries the Auto classes need."""
         if self._auto_class is not None:
             head = "modeling_radd.RADDForMaskedDiffusion"
             self.config.auto_map = {
@@ -339,7 +339,7 @@ def kept_positions(keep_mask: torch.BoolTensor) -> tuple[torch.LongTensor, torch
 
 class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
     """
-    c_theta(x_t)[i, j] = q(x_0^i = j | unmasked tokens): the trunk and an output layer whose softmax is over clean tokens.
+    c_theta(x_t)[i, j] = q(x_0^i = j | unmasked tokens): the trunk and an output layer over clean tokens.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -361,7 +361,7 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
         """`PreTrainedModel.resize_token_embeddings`; the mask token keeps its id and must stay in the vocabulary."""
         if new_num_tokens is not None and new_num_tokens <= self.config.mask_token_id:
             raise ValueError(
-                f"`new_num_tokens` must be greater than mask_token_id={self.config.mask_token_id}, got {new_num_tokens}."
+                f"`new_num_tokens` must exceed mask_token_id={self.config.mask_token_id}, got {new_num_tokens}."
             )
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
@@ -462,7 +462,7 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
 def masked_lm_loss(
     logits: torch.Tensor, labels: torch.LongTensor, num_items_in_batch: torch.Tensor | int | None = None
 ) -> torch.Tensor:
-    """Cross-entropy in float32 over the labels that are not -100: their mean, or their sum over `num_items_in_batch`."""
+    """Cross-entropy in float32 over the labels that are not -100: mean, or sum over `num_items_in_batch`."""
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = nn.functional.cross_entropy(
         logits.float().flatten(0, -2), labels.flatten().to(logits.device), ignore_index=-100, reduction=reduction

@@ -194,7 +194,7 @@ def expected_nfe(
         num_steps (`int` or `None`): Steps n of the uniform grid t_k = k / n; `None` is the continuous-time limit, in
             which every position has a pass of its own, or the steps of `times`.
         length (`int`): Free positions l.
-        algorithm (`str`, *optional*, defaults to `"tweedie"`): "tweedie", "euler" or "any_order" (ceil(l / n) at once).
+        algorithm (`str`, *optional*, defaults to `"tweedie"`): "tweedie", "euler" or "any_order".
         noise_schedule (`NoiseSchedule` or `str`, *optional*): Defaults to log-linear, where E-NFE is
             n (1 - (1 - 1/n)^l) for both methods.
         times (sequence of `float`, *optional*): A grid t_0 < ... < t_n of one's own.

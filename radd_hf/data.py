@@ -1,0 +1,79 @@
+# Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
+"""Text to fixed blocks of tokens, and the collator that pads what is not in blocks."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Dataset
+
+
+def pack_blocks(
+    documents: Iterable[Sequence[int]], block_size: int, eos_token_id: int | None = None
+) -> torch.LongTensor:
+    """
+    Concatenate tokenized documents, an EOS after each, and cut into blocks; the remainder is dropped.
+
+    Args:
+        documents (iterable of `list[int]`): Token ids of each document.
+        block_size (`int`): Tokens a block.
+        eos_token_id (`int`, *optional*): Put after each document; `None` puts nothing.
+
+    Returns:
+        `torch.LongTensor` of shape `(number of blocks, block_size)`.
+
+    Raises:
+        ValueError: All documents together are shorter than one block.
+    """
+    if block_size < 1:
+        raise ValueError(f"`block_size` must be positive, got {block_size}.")
+    end = [] if eos_token_id is None else [eos_token_id]
+    ids = [i for document in documents for i in (*document, *end)]
+    count = len(ids) // block_size
+    if count == 0:
+        raise ValueError(f"`documents` must hold at least one block of {block_size} tokens, got {len(ids)} tokens.")
+    return torch.tensor(ids[: count * block_size], dtype=torch.long).view(count, block_size)
+
+
+class BlockDataset(Dataset):
+    """Rows of a LongTensor (number of blocks, L) as `{"input_ids": (L,)}`."""
+
+    def __init__(self, blocks: torch.LongTensor):
+        if blocks.dim() != 2 or len(blocks) == 0:
+            raise ValueError(f"`blocks` must have shape (number, length) with number > 0, got {tuple(blocks.shape)}.")
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, torch.LongTensor]:
+        return {"input_ids": self.blocks[index]}
+
+
+@dataclass
+class MaskedDiffusionCollator:
+    """
+    Stack examples of `input_ids` and, where present, `attention_mask` and `loss_mask`, padding on the right.
+
+    Attributes:
+        pad_token_id (`int`): Id put at padding; never read, since the attention mask hides it.
+    """
+
+    pad_token_id: int = 0
+
+    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
+        rows = [torch.as_tensor(example["input_ids"], dtype=torch.long) for example in examples]
+        batch = {"input_ids": _pad(rows, self.pad_token_id)}
+        lengths = {len(row) for row in rows}
+        if len(lengths) > 1 or "attention_mask" in examples[0]:
+            masks = [
+                torch.as_tensor(e.get("attention_mask", [1] * len(r))) for e, r in zip(examples, rows, strict=True)
+            ]
+            batch["attention_mask"] = _pad(masks, 0)
+        if "loss_mask" in examples[0]:
+            batch["loss_mask"] = _pad([torch.as_tensor(e["loss_mask"]).bool() for e in examples], False)
+        return batch
+
+
+def _pad(rows: list[torch.Tensor], value: int | bool) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)

@@ -1,0 +1,160 @@
+# Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
+"""RADDTrainer: transformers' Trainer with any of the four diffusion losses."""
+
+import copy
+import hashlib
+import math
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import EvalPrediction
+
+from .callbacks import EMACallback
+from .data import MaskedDiffusionCollator
+from .losses import DiffusionLossOutput, diffusion_loss_terms
+from .training_args import RADDTrainingArguments
+
+
+class RADDTrainer(Trainer):
+    """
+    A `Trainer` whose loss is a diffusion loss on `input_ids` (with `attention_mask` and `loss_mask` where present).
+
+    The log shows the weighted loss as `loss`, in the units of `args.loss_reduction`, and beside it `nll_per_token`,
+    the plain cross-entropy in nats per masked token, which starts at ln(V). `evaluate()` gives `eval_nll_per_token`
+    (the bound), its perplexity and bits. Corruption noise is a function of (seed, step, process): a resumed run
+    draws what the uninterrupted one would have.
+
+    Args:
+        model (`PreTrainedModel`): The network.
+        args (`RADDTrainingArguments`): Training arguments.
+        data_collator (*optional*): Defaults to `MaskedDiffusionCollator`.
+        kwargs: As for `Trainer`.
+
+    Raises:
+        ValueError: A data set is empty.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, args: RADDTrainingArguments | None = None, data_collator=None, **kwargs
+    ):
+        for name in ("train_dataset", "eval_dataset"):
+            dataset = kwargs.get(name)
+            if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
+                raise ValueError(f"`{name}` must have at least one example, got an empty data set.")
+        kwargs.setdefault("compute_metrics", likelihood_metrics)
+        super().__init__(model, args, data_collator or MaskedDiffusionCollator(), **kwargs)
+        self.model_accepts_loss_kwargs = False  # compute_loss returns a mean: accumulation has to divide it
+        if hasattr(self.model.config, "training_loss"):
+            self.model.config.training_loss = self.args.loss_type
+        self.ema = EMACallback(self.model, self.args.ema_decay) if self.args.ema_decay else None
+        if self.ema is not None:
+            self.add_callback(self.ema)
+        self._nll_sum, self._nll_count = 0.0, 0
+        self._micro_step, self._noise_step = 0, None
+        self._eval_step = 0
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None
+    ) -> torch.Tensor | tuple[torch.Tensor, DiffusionLossOutput]:
+        """The loss `args.loss_type` of a batch, reduced as `args.loss_reduction` says."""
+        terms = self._loss_terms(model, inputs, self.args.loss_type, self._training_generator())
+        if model.training and bool((terms.num_masked > 0).any()):
+            self._nll_sum += terms.nll_per_token.detach()
+            self._nll_count += 1
+        loss = terms.loss.mean()
+        if self.args.loss_reduction == "token_mean":
+            loss = terms.loss.sum() / terms.length.sum().clamp(min=1)
+        return (loss, terms) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The bound in nats (B,) as "logits" and token counts (B,) as "labels": their sums are exact on any layout."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            nll = 0.0
+            for _ in range(self.args.eval_num_samples):
+                self._eval_step += 1
+                generator = _generator(self.args.seed, "eval", self._eval_step, self.args.process_index)
+                terms = self._loss_terms(model, inputs, "ao", generator)
+                nll = nll + terms.loss / self.args.eval_num_samples
+        loss = nll.sum() / terms.length.sum().clamp(min=1)
+        return (loss, None, None) if prediction_loss_only else (loss, nll, terms.length)
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        """`Trainer.evaluate` on the averaged weights (if there are any), with the same noise every time."""
+        self._eval_step = 0
+        averaged = nullcontext() if self.ema is None else self.ema.applied_to(self.model)
+        with averaged, torch.random.fork_rng(devices=[]):  # a data loader's start would shift dropout in training
+            return super().evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None):
+        """Add `nll_per_token`, the mean since the last log over all processes."""
+        if "loss" in logs and self._nll_count:
+            mean = torch.as_tensor(self._nll_sum / self._nll_count, device=self.args.device)
+            logs["nll_per_token"] = round(self.accelerator.gather(mean.reshape(1)).mean().item(), 4)
+            self._nll_sum, self._nll_count = 0.0, 0
+        super().log(logs, start_time)
+
+    def ema_model(self) -> nn.Module:
+        """A copy of the model with the averaged weights, in evaluation mode."""
+        if self.ema is None:
+            raise ValueError("`ema_decay` must be greater than 0 for an averaged model, got 0.")
+        with self.ema.applied_to(self.model):
+            return copy.deepcopy(self.model).eval()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+        """Write the averaged weights, as a model to use; checkpoints (internal calls) hold the raw ones to resume."""
+        averaged = self.ema is not None and not _internal_call
+        with self.ema.applied_to(self.model) if averaged else nullcontext():
+            super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: nn.Module, trial):
+        super()._save_checkpoint(model, trial)
+        if self.ema is not None and self.args.should_save:
+            self.ema.save(f"{self._get_output_dir(trial)}/checkpoint-{self.state.global_step}")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None):
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.ema is not None:
+            self.ema.load(resume_from_checkpoint)
+
+    def _loss_terms(
+        self, model: nn.Module, inputs: dict, loss_type: str, generator: torch.Generator
+    ) -> DiffusionLossOutput:
+        return diffusion_loss_terms(
+            model,
+            inputs["input_ids"],
+            loss_type,
+            attention_mask=inputs.get("attention_mask"),
+            loss_mask=inputs.get("loss_mask"),
+            time_sampling=self.args.time_sampling,
+            time_eps=self.args.time_eps,
+            mask_token_id=self.args.mask_token_id,
+            generator=generator,
+        )
+
+    def _training_generator(self) -> torch.Generator:
+        if self._noise_step != self.state.global_step:
+            self._noise_step, self._micro_step = self.state.global_step, 0
+        self._micro_step += 1
+        return _generator(self.args.seed, self.state.global_step, self._micro_step, self.args.process_index)
+
+
+def likelihood_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """NLL per token (nats), perplexity and bits per token from per-sequence sums and token counts."""
+    tokens = int(prediction.label_ids.sum())
+    nll = float(prediction.predictions.astype("float64").sum()) / max(tokens, 1)
+    return {
+        "nll_per_token": nll,
+        "perplexity": math.exp(nll),
+        "bits_per_token": nll / math.log(2),
+        "num_tokens": tokens,
+    }
+
+
+def _generator(*key: int | str) -> torch.Generator:
+    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

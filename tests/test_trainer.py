@@ -1,0 +1,232 @@
+"""RADDTrainer, its arguments, the moving average and the collator, on a tiny model."""
+
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from radd_hf import RADDConfig, RADDForMaskedDiffusion, RADDTrainer, RADDTrainingArguments
+from radd_hf.data import BlockDataset, MaskedDiffusionCollator, pack_blocks
+from radd_hf.losses import LOSS_TYPES, diffusion_loss_terms
+
+VOCAB, LENGTH = 12, 8
+
+
+def tiny_model() -> RADDForMaskedDiffusion:
+    torch.manual_seed(0)
+    config = RADDConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=LENGTH,
+        hidden_dropout=0.1,
+        initializer_range=0.1,
+    )
+    return RADDForMaskedDiffusion(config)
+
+
+def blocks(count: int = 64) -> BlockDataset:
+    """Rows that count upwards modulo V: each token tells the others."""
+    start = torch.arange(count)[:, None]
+    return BlockDataset((start + torch.arange(LENGTH)) % (VOCAB - 1))
+
+
+def arguments(folder: Path, **changes) -> RADDTrainingArguments:
+    options = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        **changes,
+    }
+    return RADDTrainingArguments(**options)
+
+
+def logged(trainer: RADDTrainer, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_trains_and_logs_nll_per_token_from_ln_v(tmp_path: Path, loss_type: str):
+    args = arguments(tmp_path, loss_type=loss_type, max_steps=60, ema_decay=0.5)
+    trainer = RADDTrainer(tiny_model(), args, train_dataset=blocks(), eval_dataset=blocks(16))
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    nll = logged(trainer, "nll_per_token")
+    assert nll[0] == pytest.approx(math.log(VOCAB - 1), rel=1e-3)
+    assert len(logged(trainer, "loss")) == 60
+    assert before["eval_perplexity"] == pytest.approx(VOCAB - 1, rel=1e-4)
+    assert after["eval_nll_per_token"] < before["eval_nll_per_token"] - 0.2
+    assert after["eval_perplexity"] == pytest.approx(math.exp(after["eval_nll_per_token"]))
+    assert after["eval_num_tokens"] == 16 * LENGTH
+    assert trainer.model.config.training_loss == loss_type
+
+
+def test_every_parameter_moves(tmp_path: Path):
+    model = tiny_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    RADDTrainer(model, arguments(tmp_path), train_dataset=blocks()).train()
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(before[name], parameter.cpu()), name
+
+
+def test_reduction_is_per_token_or_per_sequence(tmp_path: Path):
+    batch = {"input_ids": blocks(8).blocks}
+    losses = {}
+    for reduction in ("token_mean", "sequence_sum"):
+        trainer = RADDTrainer(
+            tiny_model(), arguments(tmp_path, loss_reduction=reduction, loss_type="ao"), train_dataset=blocks()
+        )
+        losses[reduction], terms = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+        assert terms.loss.shape == (8,)
+    assert losses["sequence_sum"].item() == pytest.approx(LENGTH * losses["token_mean"].item(), rel=1e-5)
+
+
+def test_accumulated_gradients_are_divided(tmp_path: Path):
+    """Four micro-batches a step log a loss of the size of one, not of four."""
+    first = {}
+    for steps in (1, 4):
+        args = arguments(tmp_path, gradient_accumulation_steps=steps, max_steps=1, loss_type="ao")
+        trainer = RADDTrainer(tiny_model(), args, train_dataset=blocks())
+        trainer.train()
+        first[steps] = logged(trainer, "loss")[0]
+    assert first[4] == pytest.approx(first[1], rel=1e-3)  # a zero head: each token costs ln(V - 1) under "ao"
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+def test_resume_is_bit_exact(tmp_path: Path, ema_decay: float):
+    def run(folder: Path, resume: str | None = None) -> RADDTrainer:
+        saving = {"save_strategy": "steps", "save_steps": 3}
+        args = arguments(folder, max_steps=6, ema_decay=ema_decay, gradient_accumulation_steps=2, **saving)
+        trainer = RADDTrainer(tiny_model(), args, train_dataset=blocks())
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    straight = run(tmp_path / "a")
+    resumed = run(tmp_path / "b", resume=str(tmp_path / "a" / "checkpoint-3"))
+    for (name, one), other in zip(straight.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    if ema_decay:
+        for name, average in straight.ema.average.items():
+            assert torch.equal(average, resumed.ema.average[name]), name
+        assert resumed.ema.num_updates == 6
+    tail = logged(straight, "nll_per_token")[3:]
+    assert tail == logged(resumed, "nll_per_token")[-3:]
+
+
+def test_average_follows_its_formula_and_is_what_is_saved(tmp_path: Path):
+    args = arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=3, ema_decay=0.9)
+    trainer = RADDTrainer(tiny_model(), args, train_dataset=blocks())
+    history = [trainer.model.lm_head.weight.detach().clone()]
+    step = trainer.ema.on_optimizer_step
+
+    def spy(*a, model=None, **k):
+        history.append(model.lm_head.weight.detach().clone())
+        return step(*a, model=model, **k)
+
+    trainer.ema.on_optimizer_step = spy
+    trainer.train()
+    average = history[0]
+    for n, weight in enumerate(history[1:], start=1):
+        decay = min(0.9, (1 + n) / (10 + n))
+        average = decay * average + (1 - decay) * weight
+    raw = trainer.model.lm_head.weight
+    assert torch.equal(raw, history[-1])
+    assert torch.allclose(trainer.ema_model().lm_head.weight, average, atol=1e-6)
+    assert not torch.allclose(raw, average, atol=1e-4)
+    checkpoint = tmp_path / "checkpoint-3"
+    assert torch.equal(load_file(checkpoint / "model.safetensors")["lm_head.weight"], raw)
+    assert torch.allclose(load_file(checkpoint / "ema.safetensors")["lm_head.weight"], average, atol=1e-6)
+    trainer.save_model(str(tmp_path / "final"))
+    saved = RADDForMaskedDiffusion.from_pretrained(tmp_path / "final")
+    assert torch.allclose(saved.lm_head.weight, average, atol=1e-6)
+    assert torch.equal(trainer.model.lm_head.weight, raw)
+
+
+def test_evaluation_repeats_and_leaves_training_alone(tmp_path: Path):
+    trainer = RADDTrainer(tiny_model(), arguments(tmp_path), train_dataset=blocks(), eval_dataset=blocks(16))
+    trainer.train()
+    state = torch.get_rng_state()
+    one, two = trainer.evaluate(), trainer.evaluate()
+    assert one["eval_nll_per_token"] == two["eval_nll_per_token"]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_no_average_without_decay(tmp_path: Path):
+    trainer = RADDTrainer(tiny_model(), arguments(tmp_path, ema_decay=0.0), train_dataset=blocks())
+    with pytest.raises(ValueError, match="`ema_decay` must be greater than 0"):
+        trainer.ema_model()
+
+
+def test_resuming_with_an_average_needs_its_file(tmp_path: Path):
+    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2, ema_decay=0.0)
+    RADDTrainer(tiny_model(), args, train_dataset=blocks()).train()
+    trainer = RADDTrainer(tiny_model(), arguments(tmp_path, max_steps=4, ema_decay=0.9), train_dataset=blocks())
+    with pytest.raises(ValueError, match="has no ema.safetensors"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_context_and_padding_are_never_scored():
+    collate = MaskedDiffusionCollator(pad_token_id=0)
+    batch = collate(
+        [
+            {"input_ids": [1, 2, 3, 4], "loss_mask": [False, True, True, True]},
+            {"input_ids": [5, 6], "loss_mask": [True, True]},
+        ]
+    )
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[False, True, True, True], [True, True, False, False]]
+    terms = diffusion_loss_terms(tiny_model().eval(), **batch, loss_type="ao", generator=torch.Generator())
+    assert terms.length.tolist() == [3, 2]
+    assert "attention_mask" not in collate([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}])
+
+
+def test_pack_blocks_joins_with_eos_and_drops_the_rest():
+    assert pack_blocks([[1, 2], [3], [4, 5, 6]], 4, eos_token_id=9).tolist() == [[1, 2, 9, 3], [9, 4, 5, 6]]
+    assert pack_blocks([[1, 2], [3, 4, 5]], 2).tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(ValueError, match="at least one block of 10 tokens, got 3"):
+        pack_blocks([[1, 2]], 10, eos_token_id=9)
+    with pytest.raises(ValueError, match="`block_size` must be positive"):
+        pack_blocks([[1]], 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_type": "dce"}, r"`loss_type` must be one of \['dse', 't_dce', 'lambda_dce', 'ao'\], got 'dce'"),
+        ({"time_sampling": "x"}, "`time_sampling` must be one of .*'antithetic'.*got 'x'"),
+        ({"loss_reduction": "mean"}, "`loss_reduction` must be one of .*got 'mean'"),
+        ({"ema_decay": 1.0}, r"`ema_decay` must be in \[0, 1\), got 1.0"),
+        ({"time_eps": -0.1}, r"`time_eps` must be in \[0, 1\), got -0.1"),
+        ({"eval_num_samples": 0}, "`eval_num_samples` must be at least 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_named(tmp_path: Path, changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **changes)
+
+
+def test_empty_data_set_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="`train_dataset` must have at least one example"):
+        RADDTrainer(tiny_model(), arguments(tmp_path), train_dataset=[])
+    with pytest.raises(ValueError, match="`blocks` must have shape"):
+        BlockDataset(torch.zeros(0, 4, dtype=torch.long))
+
+
+def test_arguments_survive_json(tmp_path: Path):
+    args = arguments(tmp_path, loss_type="t_dce", ema_decay=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert '"loss_type": "t_dce"' in args.to_json_string()
+    assert args.remove_unused_columns is False
