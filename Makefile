@@ -38,7 +38,7 @@ endef
 
 $(VENV): setup.py constraints.txt
 	$(call install,.venv,constraints.txt)
-	@touch $@
+	@rm -f .venv/.radd-hf-* && touch $@
 
 # constraints.txt with the oldest transformers that setup.py allows, and the hub client and tokenizers that it can use.
 $(LOWEST): setup.py constraints.txt
@@ -46,7 +46,7 @@ $(LOWEST): setup.py constraints.txt
 	@grep -v -E '^(transformers|huggingface-hub|tokenizers)==' constraints.txt > .venv-lowest/constraints.txt
 	@printf '%s\n' transformers==5.12.0 'huggingface-hub<2' >> .venv-lowest/constraints.txt
 	$(call install,.venv-lowest,.venv-lowest/constraints.txt)
-	@touch $@
+	@rm -f .venv-lowest/.radd-hf-* && touch $@
 
 venv: $(VENV)  ## the development environment, in .venv
 

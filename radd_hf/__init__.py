@@ -2,6 +2,7 @@
 """RADD, reparameterized absorbing discrete diffusion, for Hugging Face Transformers."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from transformers.pipelines import PIPELINE_REGISTRY
 
 from .configuration_radd import RADDConfig
 from .evaluation import estimate_likelihood
@@ -17,6 +18,7 @@ from .noise_schedule_radd import (
     expected_nfe,
     get_noise_schedule,
 )
+from .pipeline_radd import InfillingPipeline
 from .trainer import RADDTrainer
 from .training_args import RADDTrainingArguments
 
@@ -25,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CosineNoise",
     "GeometricNoise",
+    "InfillingPipeline",
     "LogLinearNoise",
     "NoiseSchedule",
     "RADDConfig",
@@ -45,3 +48,6 @@ AutoModel.register(RADDConfig, RADDForMaskedDiffusion, exist_ok=True)
 AutoModelForMaskedLM.register(RADDConfig, RADDForMaskedDiffusion, exist_ok=True)
 RADDConfig.register_for_auto_class()
 RADDForMaskedDiffusion.register_for_auto_class("AutoModelForMaskedLM")
+PIPELINE_REGISTRY.register_pipeline(
+    "radd-infilling", pipeline_class=InfillingPipeline, pt_model=AutoModelForMaskedLM, type="text"
+)

@@ -1,11 +1,13 @@
 # Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
-"""Text to fixed blocks of tokens, and the collator that pads what is not in blocks."""
+"""Text to fixed blocks of tokens, the collator that pads what is not in blocks, and small tokenizers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerFast
 
 
 def pack_blocks(
@@ -77,3 +79,37 @@ class MaskedDiffusionCollator:
 
 def _pad(rows: list[torch.Tensor], value: int | bool) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+
+def character_tokenizer(text: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the characters of `text`, then `<|endoftext|>` (end and padding) and `[MASK]`."""
+    characters = sorted(set(text))
+    if not characters:
+        raise ValueError("`text` must have at least one character, got an empty string.")
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token=characters[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _with_special_tokens(tokenizer, lstrip=False)
+
+
+def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `vocab_size` tokens for `texts`; the last two are `<|endoftext|>`, `[MASK]`."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + 2:
+        raise ValueError(
+            f"`vocab_size` must be at least {len(alphabet) + 2} (bytes and two specials), got {vocab_size}."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 2, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return _with_special_tokens(tokenizer, lstrip=True)
+
+
+def _with_special_tokens(tokenizer: Tokenizer, lstrip: bool) -> PreTrainedTokenizerFast:
+    # lstrip: the mask stands for a piece with its leading space, so the space before "[MASK]" is not a token
+    mask = AddedToken("[MASK]", lstrip=lstrip, special=True, normalized=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>", mask_token=mask
+    )

@@ -39,8 +39,8 @@ class InfillingPipeline(Pipeline):
         inputs (`str`, `dict` or an iterable of them):
             A text with the tokenizer's mask token in it, or a dict of `prefix`, `suffix` and `length`. A list or tuple
             gives a list, any other iterable an iterator.
-        prefix, suffix (`str`, *optional*): Instead of `inputs`: a text of exactly `length` masks between the two, which
-            are tokenized apart, so that neither changes.
+        prefix, suffix (`str`, *optional*): Instead of `inputs`: a text of exactly `length` masks between the two,
+            which are tokenized apart, so that neither changes.
         length (`int`, *optional*): Number of tokens to insert between `prefix` and `suffix`.
         parse_mask (`bool`, *optional*, defaults to `True`): `False` reads the text, and any special token spelled in
             it, as ordinary text: a mask token that it quotes is kept. Then only `length`, `max_new_tokens` and
@@ -199,6 +199,10 @@ class InfillingPipeline(Pipeline):
                 f"`inputs` must fit max_position_embeddings={longest}, got {len(ids)} tokens, new ones included, for "
                 f"{source[:60]!r}."
             )
+        if max(ids, default=0) >= self.model.config.vocab_size:
+            raise ValueError(
+                f"`inputs` must have ids below the model's vocab_size={self.model.config.vocab_size}, got {max(ids)}."
+            )
         return {"source": source, "ids": ids, "frame": (len(head), len(tail)), "num_masks": ids.count(mask)}
 
     def _encode(self, text: str, add_special_tokens: bool, parse_mask: bool = True) -> list[int]:
@@ -222,9 +226,7 @@ class InfillingPipeline(Pipeline):
         items, repeats, first = iter(items), options.num_return_sequences, 0
         with logging.tqdm(total=num_batches, desc="Infilling", unit="batch", disable=not several) as bar:
             while batch := list(islice(items, batch_size)):
-                seeds = [
-                    [_text_seed(seed, first + i, j) for j in range(repeats)] for i in range(len(batch))
-                ]  # (B, R)
+                seeds = [[_text_seed(seed, first + i, j) for j in range(repeats)] for i in range(len(batch))]  # (B, R)
                 full = [i for i, item in enumerate(batch) if item["num_masks"]]
                 if len(full) < len(batch):
                     empty = [first + i for i in range(len(batch)) if i not in full]
@@ -234,7 +236,9 @@ class InfillingPipeline(Pipeline):
                 filled = {}
                 if full:
                     longest = max(batch[i]["num_masks"] for i in full)
-                    passes = longest if options.num_steps is None else options.num_steps
+                    passes = options.num_steps or longest
+                    if options.use_cache:
+                        passes = min(passes, longest)
                     options.progress_bar = bool(not several and (show or (show is None and passes > MANY_PASSES)))
                     outputs = self.forward(
                         self._collate([batch[i]["ids"] for i in full], [seeds[i] for i in full], options),
@@ -285,7 +289,12 @@ class InfillingPipeline(Pipeline):
                 each = torch.log_softmax(logits.float(), dim=-1)  # (n, V)
                 log_probs[row, :, column] = each.gather(-1, sequences[row, :, column])
                 start += len(logits)
-        return {"sequences": sequences, "free": free, "nfe": output.nfe.unflatten(0, (-1, repeats)), "log_probs": log_probs}
+        return {
+            "sequences": sequences,
+            "free": free,
+            "nfe": output.nfe.unflatten(0, (-1, repeats)),
+            "log_probs": log_probs,
+        }
 
     def postprocess(self, outputs: dict, num_return_sequences: int = 1) -> list[dict]:
         """Candidates of one text, best first."""
@@ -319,7 +328,11 @@ def candidate_seed(seed: int, text: int, candidate: int) -> int:
 
 
 def _text_seed(seed: int | list[int], text: int, candidate: int) -> int:
-    return candidate_seed(seed[text], 0, candidate) if isinstance(seed, list) else candidate_seed(seed, text, candidate)
+    if not isinstance(seed, list):
+        return candidate_seed(seed, text, candidate)
+    if text >= len(seed):
+        raise ValueError(f"`seed` must have one integer a text, got {len(seed)} for more texts.")
+    return candidate_seed(seed[text], 0, candidate)
 
 
 def _call_seed(seed: int | list[int] | None, generator: torch.Generator | None) -> int | list[int]:

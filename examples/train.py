@@ -1,0 +1,98 @@
+"""Train a RADD model on a text file, from scratch or from a checkpoint.
+
+    python examples/train.py --train_file examples/data/moby_dick.txt --validation_file held_out.txt \
+        --output_dir runs/train --max_steps 2000 --learning_rate 2e-3 --loss_type ao
+
+The paper's recipe: --loss_type lambda_dce --loss_reduction sequence_sum --learning_rate 3e-4 --warmup_steps 2500
+--lr_scheduler_type constant_with_warmup --max_grad_norm 1 --weight_decay 0.03 --ema_decay 0.9999, at a global batch of
+512 blocks of 1,024 tokens. Resume an interrupted run with --resume_from_checkpoint FOLDER.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, HfArgumentParser, set_seed
+
+from radd_hf import RADDConfig, RADDForMaskedDiffusion, RADDTrainer, RADDTrainingArguments
+from radd_hf.data import BlockDataset, bpe_tokenizer, character_tokenizer, pack_blocks
+
+
+@dataclass
+class ScriptArguments:
+    """What to train on and which network."""
+
+    train_file: str = field(metadata={"help": "A UTF-8 text file."})
+    validation_file: str | None = field(default=None, metadata={"help": "Scored at the end and at --eval_steps."})
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Start from this checkpoint."})
+    tokenizer: str = field(default="bpe", metadata={"help": "'bpe' or 'characters' (built here), a name or a folder."})
+    vocab_size: int = field(default=1024, metadata={"help": "Tokens of a BPE built here."})
+    block_size: int = field(default=128, metadata={"help": "Tokens a training sequence."})
+    hidden_size: int = field(default=192, metadata={"help": "Width of a new network."})
+    num_hidden_layers: int = field(default=4, metadata={"help": "Blocks of a new network."})
+    num_attention_heads: int = field(default=6, metadata={"help": "Heads of a new network."})
+    hidden_dropout: float = field(default=0.0, metadata={"help": "Dropout of a new network."})
+    initializer_range: float = field(default=0.06, metadata={"help": "Initial scale of a new network."})
+
+
+def load_tokenizer(script: ScriptArguments, text: str):
+    """The tokenizer that goes with the checkpoint, or the one that `--tokenizer` names."""
+    if script.model_name_or_path is not None:
+        return AutoTokenizer.from_pretrained(script.model_name_or_path)
+    if script.tokenizer == "characters":
+        return character_tokenizer(text)
+    if script.tokenizer == "bpe":
+        return bpe_tokenizer(text.splitlines(keepends=True), script.vocab_size)
+    return AutoTokenizer.from_pretrained(script.tokenizer)
+
+
+def load_model(script: ScriptArguments, tokenizer) -> RADDForMaskedDiffusion:
+    """The checkpoint, or a new network for the tokenizer."""
+    if script.model_name_or_path is not None:
+        return RADDForMaskedDiffusion.from_pretrained(script.model_name_or_path)
+    if tokenizer.mask_token_id is None:
+        raise ValueError(f"`tokenizer` must have a mask token, got none in {script.tokenizer!r}.")
+    config = RADDConfig(
+        vocab_size=len(tokenizer),
+        mask_token_id=tokenizer.mask_token_id,
+        hidden_size=script.hidden_size,
+        num_hidden_layers=script.num_hidden_layers,
+        num_attention_heads=script.num_attention_heads,
+        max_position_embeddings=script.block_size,
+        hidden_dropout=script.hidden_dropout,
+        initializer_range=script.initializer_range,
+    )
+    return RADDForMaskedDiffusion(config)
+
+
+def text_blocks(tokenizer, text: str, block_size: int) -> torch.LongTensor:
+    """One document cut into blocks (number, block_size), tokenized line by line."""
+    lines = text.splitlines(keepends=True)
+    ids = tokenizer(lines, add_special_tokens=False)["input_ids"]
+    return pack_blocks([[i for line in ids for i in line]], block_size, tokenizer.eos_token_id)
+
+
+def main(arguments: list[str]):
+    """Parse, train, evaluate, save."""
+    script, args = HfArgumentParser((ScriptArguments, RADDTrainingArguments)).parse_args_into_dataclasses(arguments)
+    set_seed(args.seed)
+    text = Path(script.train_file).read_text(encoding="utf-8")
+    tokenizer = load_tokenizer(script, text)
+    train = BlockDataset(text_blocks(tokenizer, text, script.block_size))
+    validation = None
+    if script.validation_file is not None:
+        held_out = Path(script.validation_file).read_text(encoding="utf-8")
+        validation = BlockDataset(text_blocks(tokenizer, held_out, script.block_size))
+    trainer = RADDTrainer(
+        load_model(script, tokenizer), args, train_dataset=train, eval_dataset=validation, processing_class=tokenizer
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if validation is not None:
+        trainer.log_metrics("eval", trainer.evaluate())
+    trainer.save_model(args.output_dir)
+    print(f"saved to {args.output_dir}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
