@@ -3,6 +3,7 @@ PYTHON ?= python3
 # On Linux, PyPI's torch brings the CUDA libraries (several GB). To take PyTorch's CPU build instead, pass its index:
 # make venv TORCH_FLAGS="--index-url ...". A torch of the pinned version that is already in .venv is left as it is.
 TORCH_FLAGS ?=
+# For example PYTEST_FLAGS="-n 2" (pytest-xdist) where two cores are free.
 PYTEST_FLAGS ?=
 PIP_FLAGS := -qq --no-compile --disable-pip-version-check
 
@@ -49,6 +50,10 @@ $(LOWEST): setup.py constraints.txt
 	@rm -f .venv-lowest/.radd-hf-* && touch $@
 
 venv: $(VENV)  ## the development environment, in .venv
+
+# The tests' tensors are tiny, and threads that wait for each other spin: 35 s of CPU time with one thread against 63 s
+# with one per core (536 tests, one run each, on two cores that others used too).
+test test-slow test-lowest: export OMP_NUM_THREADS = 1
 
 test: $(VENV)  ## ruff and the fast tests: the gate
 	$(PY) -m ruff check .

@@ -4,7 +4,6 @@
     python -m radd_hf.conversion SOURCE OUT_DIR
 
 The network is the same function: weights are renamed, and the fused attention projection is split into three.
-Shapes: D width, V vocabulary (mask column included).
 """
 
 import argparse
@@ -96,13 +95,13 @@ def convert_config(original: Mapping) -> RADDConfig:
     )
 
 
-def convert_weights(original: Mapping[str, torch.Tensor], names: Mapping[str, tuple[str, ...]]) -> dict:
+def convert_weights(
+    original: Mapping[str, torch.Tensor], names: Mapping[str, tuple[str, ...]]
+) -> dict[str, torch.Tensor]:
     """Weights under our names, in the original's dtype; `names` as from `key_map`."""
     weights = {}
     for old, new in names.items():
-        # a copy each: parts of one storage would count as tied weights
-        parts = [part.clone() for part in original[old].chunk(len(new))]
-        weights.update(zip(new, parts, strict=True))
+        weights.update(zip(new, original[old].chunk(len(new)), strict=True))
     return weights
 
 
@@ -224,7 +223,6 @@ def _value_problems(original: Mapping[str, torch.Tensor], rotary: torch.Tensor) 
 def _write(model: RADDForMaskedDiffusion, out_dir: Path):
     """Save beside `out_dir`, then rename: whatever fails, nothing half-written stays."""
     out_dir = out_dir.absolute()
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = out_dir.with_name(f".{out_dir.name}.{uuid.uuid4().hex}")
     try:
         model.save_pretrained(partial)

@@ -155,7 +155,7 @@ def test_prefix_suffix_length_inserts_exactly_n_tokens(pipe, spy, parse_mask):
 
 def test_one_token_a_pass_has_the_joint_law_of_both_orders_and_one_pass_has_not(word_pipe):
     """20,000 draws of two masks against enumeration; what a single pass gives must fail the same check."""
-    model, draws = word_pipe.model, 20_000
+    model = word_pipe.model
     tokens = [word_pipe.tokenizer.convert_tokens_to_ids(word) for word in (*WORDS, "[UNK]")]
     text = "one [MASK] two [MASK]"
     ids = word_pipe.tokenizer(text, return_tensors="pt")["input_ids"]
@@ -174,7 +174,7 @@ def test_one_token_a_pass_has_the_joint_law_of_both_orders_and_one_pass_has_not(
     }
     assert sum(joint.values()) == pytest.approx(1)
 
-    def p_value(**options) -> float:
+    def p_value(draws: int, **options) -> float:
         candidates = word_pipe(text, num_return_sequences=draws, seed=0, **options)
         counts = dict.fromkeys(joint, 0)
         for candidate in candidates:
@@ -186,9 +186,9 @@ def test_one_token_a_pass_has_the_joint_law_of_both_orders_and_one_pass_has_not(
         statistic = sum((n - e) ** 2 / e for n, e in cells if e > 0)
         return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2).double(), torch.tensor(statistic / 2)))
 
-    assert p_value() > 0.01
-    assert p_value(algorithm="any_order") > 0.01
-    assert p_value(num_steps=1) < 1e-6
+    assert p_value(20_000) > 0.01
+    assert p_value(4_000, algorithm="any_order") > 0.01
+    assert p_value(4_000, num_steps=1) < 1e-6
 
 
 def test_a_model_that_copies_fills_by_the_context():
@@ -205,8 +205,8 @@ def test_a_model_that_copies_fills_by_the_context():
         words = torch.randint(8, (rows, 4), generator=generator)
         return torch.cat([words, torch.full((rows, 1), bar), words], dim=1)
 
-    for _ in range(400):
-        loss = diffusion_loss(model, batch(64), "ao", generator=generator).mean()
+    for _ in range(250):
+        loss = diffusion_loss(model, batch(48), "ao", generator=generator).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -215,7 +215,7 @@ def test_a_model_that_copies_fills_by_the_context():
     masks = " ".join(["[MASK]"] * 4)
 
     def match(texts: list[str]) -> float:
-        suffixes = [answer["text"].split("|")[1].split() for answer in copier(texts, seed=0, progress_bar=False)]
+        suffixes = [answer["text"].split()[5:] for answer in copier(texts, seed=0, progress_bar=False)]
         pairs = [(a, b) for s, p in zip(suffixes, prefixes, strict=True) for a, b in zip(s, p.split(), strict=True)]
         return sum(a == b for a, b in pairs) / len(pairs)
 
