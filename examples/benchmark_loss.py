@@ -96,7 +96,7 @@ def main():
             step(form, model, ids, corruption)
             seconds[form].append(time.process_time() - start)
     one, other = (statistics.median(seconds[f]) for f in (dense, masked_only))
-    print(f"{torch.get_num_threads()} threads, {BATCH_SIZE} x {LENGTH} tokens, vocabulary {config.vocab_size:,}, 6 x 384")
+    print(f"{torch.get_num_threads()} threads, {BATCH_SIZE} x {LENGTH} tokens, V = {config.vocab_size:,}, 6 x 384")
     print(f"{'':<20} {'dense':>10} {'masked only':>12} {'ratio':>7}")
     print(f"{'loss':<20} {values[dense]:>10.3f} {values[masked_only]:>12.3f}")
     print(f"{'CPU seconds (median)':<20} {one:>10.2f} {other:>12.2f} {other / one:>7.3f}")

@@ -205,7 +205,7 @@ def test_a_model_that_copies_fills_by_the_context():
         words = torch.randint(8, (rows, 4), generator=generator)
         return torch.cat([words, torch.full((rows, 1), bar), words], dim=1)
 
-    for _ in range(250):
+    for _ in range(300):
         loss = diffusion_loss(model, batch(48), "ao", generator=generator).mean()
         optimizer.zero_grad()
         loss.backward()
