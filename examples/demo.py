@@ -83,7 +83,7 @@ def main():
 
     blocks = held_out_blocks(tokenizer)
     start = time.perf_counter()
-    estimate = radd_hf.estimate_likelihood(model, blocks, num_samples=16, seed=args.seed)
+    estimate = radd_hf.estimate_likelihood(model, blocks, num_samples=8, seed=args.seed)
     seconds = time.perf_counter() - start
     unigram = unigram_nll(blocks, json.loads(UNIGRAM_COUNTS.read_text(encoding="utf-8")))
     print(f"\n== held-out text, {blocks.numel():,} tokens  [NFE {estimate.nfe} a block, {seconds:.1f} s]")

@@ -1,6 +1,8 @@
 # Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
 """RADD, reparameterized absorbing discrete diffusion, for Hugging Face Transformers."""
 
+from typing import TYPE_CHECKING, Any
+
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 from transformers.pipelines import PIPELINE_REGISTRY
 
@@ -19,8 +21,10 @@ from .noise_schedule_radd import (
     get_noise_schedule,
 )
 from .pipeline_radd import InfillingPipeline
-from .trainer import RADDTrainer
-from .training_args import RADDTrainingArguments
+
+if TYPE_CHECKING:
+    from .trainer import RADDTrainer
+    from .training_args import RADDTrainingArguments
 
 __version__ = "0.1.0"
 
@@ -51,3 +55,16 @@ RADDForMaskedDiffusion.register_for_auto_class("AutoModelForMaskedLM")
 PIPELINE_REGISTRY.register_pipeline(
     "radd-infilling", pipeline_class=InfillingPipeline, pt_model=AutoModelForMaskedLM, type="text"
 )
+
+
+def __getattr__(name: str) -> Any:
+    """Import the training classes when they are first asked for: transformers' Trainer takes seconds to import."""
+    if name == "RADDTrainer":
+        from .trainer import RADDTrainer
+
+        return RADDTrainer
+    if name == "RADDTrainingArguments":
+        from .training_args import RADDTrainingArguments
+
+        return RADDTrainingArguments
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
