@@ -45,8 +45,6 @@ def sample(model: nn.Module, x: tuple[int, ...], draws: int = DRAWS, **options) 
     return count(model.diffusion_generate(torch.tensor([x]).repeat(draws, 1), **options))
 
 
-
-
 @pytest.fixture(scope="module")
 def model(make_model: Builder) -> RADDForMaskedDiffusion:
     return make_model()
@@ -88,7 +86,8 @@ def law_of(weights: dict[int, float]) -> ref.Law:
 
 FAST_CASES = [
     *((algorithm, schedule, BLANK, n) for algorithm in ("tweedie", "euler") for schedule in SCHEDULES for n in (2, 5)),
-    *((algorithm, schedule, PROMPT, 5) for algorithm in ("tweedie", "euler") for schedule in SCHEDULES),
+    ("tweedie", "log_linear", PROMPT, 5),
+    ("euler", "geometric", PROMPT, 5),
     ("tweedie", "log_linear", BLANK, 1),
     ("euler", "geometric", PROMPT, 1),
 ]
@@ -132,7 +131,7 @@ def test_continuous_time_limit_is_random_order(model: RADDForMaskedDiffusion, al
     counts = sample(model, PROMPT, 10_000, algorithm=algorithm, seed=3)
     assert all(x[1] == 2 for x in counts)
     assert ref.chi_square_p_value(counts, law) > 0.01
-    assert ref.chi_square_p_value(sample(model, PROMPT, 10_000, num_steps=1, seed=3), law) < P_VALUE
+    assert ref.chi_square_p_value(sample(model, PROMPT, 3000, num_steps=1, seed=3), law) < P_VALUE
 
 
 @pytest.mark.parametrize(("order", "positions"), [("forward", (0, 1, 2)), ("backward", (2, 1, 0)), ([1, 0, 2],) * 2])
@@ -685,7 +684,7 @@ class Tokenizer:
     """Letters for ids."""
 
     def decode(self, ids, **kwargs) -> str:
-        return "".join("abcd_fghijk"[int(i)] for i in ids) + " "
+        return "".join("abcd_fghijk"[int(i)] for i in ids)
 
 
 class Queue:
@@ -726,7 +725,7 @@ def test_streamer_receives_prefix_drafts_and_rest(wide_model: RADDForMaskedDiffu
 def test_text_iterator_streamer(wide_model: RADDForMaskedDiffusion):
     streamer = transformers.TextIteratorStreamer(Tokenizer(), skip_prompt=True)
     out = wide_model.diffusion_generate(torch.tensor([[1, 2, 4, 3, 4]]), streamer=streamer, seed=0)
-    assert "".join(streamer).strip() == Tokenizer().decode(out[0, 2:]).strip()
+    assert "".join(streamer) == Tokenizer().decode(out[0, 2:])
 
 
 @pytest.mark.skipif(not hasattr(transformers, "TextDiffusionStreamer"), reason="transformers is older")
@@ -735,7 +734,7 @@ def test_text_diffusion_streamer(wide_model: RADDForMaskedDiffusion, capsys: pyt
     out = wide_model.diffusion_generate(torch.tensor([[4, 4, 3, 4]]), streamer=streamer, seed=0)
     text = capsys.readouterr().out
     assert text.count("\033[33m") == 3, "one draft a pass"
-    assert Tokenizer().decode(out[0]).strip() in text.rsplit("\033[J", 1)[1]
+    assert text.rsplit("\033[J", 1)[1] == Tokenizer().decode(out[0]) + "\n"
 
 
 # The model's state

@@ -234,6 +234,8 @@ def test_get_noise_schedule():
     class Backbone:
         """A config that knows nothing of noise, such as BERT's."""
 
+        model_type = "bert"
+
     assert isinstance(get_noise_schedule(Backbone()), LogLinearNoise)
 
 
@@ -244,6 +246,7 @@ def test_get_noise_schedule():
         (lambda: get_noise_schedule("cosine", sigma_min=1.0), r"`params` of the cosine schedule .*sigma_min"),
         (lambda: get_noise_schedule(CosineNoise(), eps=0.1), r"`params` must be empty .*eps"),
         (lambda: LogLinearNoise(eps=1.0), r"`eps` must be in \[0, 1\), got 1.0"),
+        (lambda: get_noise_schedule(3), "`noise_schedule` must be a NoiseSchedule, a name or a model config, got 3"),
         (lambda: CosineNoise(eps=-0.1), r"`eps` must be in \[0, 1\), got -0.1"),
         (lambda: LogLinearNoise(eps=float("nan")), r"`eps` must be in \[0, 1\), got nan"),
         (lambda: GeometricNoise(0.0, 1.0), r"`sigma_min` and `sigma_max` must satisfy .*got 0.0 and 1.0"),
