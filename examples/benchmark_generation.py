@@ -26,9 +26,7 @@ BATCH_SIZE = 4
 def build_model(longest: int) -> RADDForMaskedDiffusion:
     """A random network; the values drawn do not matter for its speed."""
     torch.manual_seed(0)
-    config = RADDConfig(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=6, max_position_embeddings=longest, noise_eps=0.0
-    )
+    config = RADDConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, max_position_embeddings=longest)
     return RADDForMaskedDiffusion(config).eval()
 
 
@@ -40,7 +38,7 @@ def dense(model: RADDForMaskedDiffusion, length: int, seed: int) -> int:
             return torch.log_softmax(model(ids).logits.float(), dim=-1)
 
     masks = torch.full((BATCH_SIZE, length), model.config.mask_token_id)
-    schedule = reference.Schedule("log_linear", eps=0.0)
+    schedule = reference.Schedule("log_linear")
     generator = torch.Generator().manual_seed(seed)
     return reference.dense_cached_sampler(
         log_probs, masks, model.config.mask_token_id, schedule, "tweedie", length, generator

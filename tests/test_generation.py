@@ -619,10 +619,14 @@ def test_chunks_bound_the_logits_and_change_nothing(
     assert torch.equal(results[1], results[7]) and torch.equal(results[7], results[256])
 
 
-def test_mask_and_pad_token_options(wide_model: RADDForMaskedDiffusion):
+def test_mask_and_pad_token_options(make_model: Builder):
+    wide_model = make_model(vocab_size=11, mask_token_id=4)
+    with torch.no_grad():
+        wide_model.lm_head.bias[7] = 100.0  # this network itself does not exclude id 7
     x = torch.tensor([[7, 1, 7]])
-    out = wide_model.diffusion_generate(x, mask_token_id=7, seed=0)
-    assert out[0, 1] == 1 and not (out == 7).any()
+    for options in ({}, {"do_sample": False}, {"top_k": 1}, {"top_p": 0.5}):
+        out = wide_model.diffusion_generate(x, mask_token_id=7, seed=0, **options)
+        assert out[0, 1] == 1 and not (out == 7).any()
     x, real = torch.tensor([[1, 2], [0, 3]]), torch.tensor([[1, 1], [0, 1]])
     for pad in (8, 9):
         out = wide_model.diffusion_generate(x, attention_mask=real, max_new_tokens=1, pad_token_id=pad)
@@ -670,11 +674,12 @@ def test_logits_processors_see_every_revealed_position(make_model: Builder):
     processor = Recording([0, 1, 2, 3, 5, 6, 7, 8])
     x = torch.tensor([[4, 4, 0, 4], [4, 1, 2, 3]])
     for processors in ([processor], LogitsProcessorList([processor])):
-        processor.seen.clear()
-        out = model.diffusion_generate(x, logits_processor=processors, num_steps=1, seed=0)
+        for do_sample in (False, True):
+            processor.seen.clear()
+            out = model.diffusion_generate(x, logits_processor=processors, num_steps=1, seed=0, do_sample=do_sample)
+            assert set(out[x == 4].tolist()) <= {9, 10} and torch.equal(out[x != 4], x[x != 4])
         assert [seen[:3] for seen in processor.seen] == [((4, 4), (4, 11), torch.float32)]
         assert torch.equal(processor.seen[0][3], x[[0, 0, 0, 1]])
-        assert set(out[x == 4].tolist()) <= {9, 10} and torch.equal(out[x != 4], x[x != 4])
 
 
 # Streamers
