@@ -110,20 +110,23 @@ class RADDGenerationConfig(GenerationConfig):
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < lowest):
                 raise ValueError(f"`{name}` must be None or an integer of at least {lowest}, got {value!r}.")
-        for name, low, high in (
-            ("temperature", 0.0, float("inf")),
-            ("top_p", 0.0, 1.0),
-            ("min_p", 0.0, 1.0),
-            ("typical_p", 0.0, 1.0),
-            ("repetition_penalty", 0.0, float("inf")),
+        for name, low, high, open_below in (
+            ("temperature", 0.0, float("inf"), False),
+            ("top_p", 0.0, 1.0, False),
+            ("min_p", 0.0, 1.0, False),
+            ("typical_p", 0.0, 1.0, True),
+            ("repetition_penalty", 0.0, float("inf"), True),
         ):
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise ValueError(f"`{name}` must be None or a number in [{low}, {high}], got {value!r}.")
-        if self.suppress_tokens is not None and not all(_is_int(i) for i in self.suppress_tokens):
-            raise ValueError(f"`suppress_tokens` must be a list of token ids, got {self.suppress_tokens!r}.")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not low <= value <= high or (open_below and value == low):
+                bracket = "(" if open_below else "["
+                raise ValueError(f"`{name}` must be None or a number in {bracket}{low}, {high}], got {value!r}.")
+        suppress = self.suppress_tokens
+        if suppress is not None and not (isinstance(suppress, (list, tuple)) and all(_is_int(i) for i in suppress)):
+            raise ValueError(f"`suppress_tokens` must be a list of token ids, got {suppress!r}.")
         for name in ("do_sample", "use_cache", "return_dict_in_generate", "output_history", "progress_bar"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")

@@ -176,6 +176,7 @@ class DiffusionGenerationMixin:
         mask_token_id = options.mask_token_id
         if mask_token_id is None:
             mask_token_id = getattr(self.config, "mask_token_id", None)
+        reject_ids_outside("suppress_tokens", options.suppress_tokens or (), self.config.vocab_size)
         if mask_token_id is None or mask_token_id >= self.config.vocab_size:
             raise ValueError(
                 f"`mask_token_id` must be an id below vocab_size={self.config.vocab_size}, given as an option or in "
@@ -316,6 +317,8 @@ def prepare_canvas(
             raise ValueError("`attention_mask` must be None without `input_ids`.")
         if batch_size is not None and (not _is_int(batch_size) or batch_size < 1):
             raise ValueError(f"`batch_size` must be a positive integer, got {batch_size!r}.")
+        if options.max_new_tokens == 0:
+            raise ValueError("`max_new_tokens` must be greater than 0 without `input_ids`, got 0.")
         length = options.max_new_tokens or options.max_length or longest
         if length is None:
             raise ValueError("`max_length` must be given: the model's config has no `max_position_embeddings`.")
@@ -357,12 +360,23 @@ def append_masks(
                 f"{max(len(row) for row in rows)} tokens."
             )
     rows = [torch.cat([row, row.new_full((n,), mask_token_id)]) for row, n in zip(rows, counts, strict=True)]
-    candidates = (options.pad_token_id, getattr(config, "pad_token_id", None), 0 if mask_token_id else 1)
-    pad = next(i for i in candidates if i is not None)
+    pad = padding_token_id(options, mask_token_id, config)
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
     lengths = torch.tensor([len(row) for row in rows], device=canvas.device)
     real = torch.arange(padded.shape[1], device=canvas.device) >= padded.shape[1] - lengths[:, None]
     return padded, None if bool(real.all()) else real.long()
+
+
+def padding_token_id(options: RADDGenerationConfig, mask_token_id: int, config) -> int:
+    """`options.pad_token_id`, or the model's, or any id; never M, which must not come out."""
+    pad = options.pad_token_id
+    if pad is None:
+        pad = getattr(config, "pad_token_id", None)
+    if pad is None or pad == mask_token_id:
+        pad = 0 if mask_token_id else 1
+    if not _is_int(pad) or not 0 <= pad < config.vocab_size:
+        raise ValueError(f"`pad_token_id` must be an id in [0, vocab_size={config.vocab_size}), got {pad!r}.")
+    return pad
 
 
 @contextmanager
@@ -378,6 +392,13 @@ def evaluation_mode(model: nn.Module):
             module.training = True
 
 
+def reject_ids_outside(name: str, ids, vocab_size: int):
+    """Raise a ValueError naming the option if one of `ids` is no id of the vocabulary."""
+    outside = [i for i in ids if not 0 <= i < vocab_size]
+    if outside:
+        raise ValueError(f"`{name}` must hold ids in [0, vocab_size={vocab_size}), got {outside}.")
+
+
 def _check_ids(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, vocab_size: int):
     if not torch.is_tensor(input_ids) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         shape = tuple(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
@@ -387,10 +408,10 @@ def _check_ids(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, voc
             f"`input_ids` must be in [0, vocab_size={vocab_size}), got values from {int(input_ids.min())} to "
             f"{int(input_ids.max())}."
         )
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+    if attention_mask is not None and getattr(attention_mask, "shape", None) != input_ids.shape:
+        found = tuple(attention_mask.shape) if torch.is_tensor(attention_mask) else type(attention_mask).__name__
         raise ValueError(
-            f"`attention_mask` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got "
-            f"{tuple(attention_mask.shape)}."
+            f"`attention_mask` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {found}."
         )
 
 
@@ -400,7 +421,10 @@ def _check_order(order, shape: torch.Size, algorithm: str) -> torch.LongTensor |
         return None
     if algorithm != "any_order":
         raise ValueError(f"`order` must be left at its default unless algorithm='any_order', got {algorithm!r}.")
-    order = torch.as_tensor(order, dtype=torch.long).cpu()
+    order = torch.as_tensor(order).cpu()
+    if order.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"`order` must hold integers, got {order.dtype}.")
+    order = order.long()
     if order.dim() == 1:
         order = order.expand(shape[0], -1)
     if order.dim() != 2 or order.shape[0] != shape[0] or order.shape[1] == 0:

@@ -275,6 +275,8 @@ def resolve_mask_token_id(model: nn.Module, mask_token_id: int | None) -> int:
 
 def check_token_ids(input_ids: torch.LongTensor, vocab_size: int):
     """Raise a ValueError unless `input_ids` is a (B, L) tensor of ids below `vocab_size`."""
+    if not torch.is_tensor(input_ids):
+        raise ValueError(f"`input_ids` must be an integer tensor of shape (batch, length), got {type(input_ids)}.")
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"`input_ids` must be an integer tensor of shape (batch, length), got {input_ids.dtype} of shape "
@@ -295,9 +297,8 @@ def maskable_positions(
     for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
         if mask is None:
             continue
-        if mask.shape != input_ids.shape:
-            raise ValueError(
-                f"`{name}` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {tuple(mask.shape)}."
-            )
+        if getattr(mask, "shape", None) != input_ids.shape:
+            found = tuple(mask.shape) if torch.is_tensor(mask) else type(mask).__name__
+            raise ValueError(f"`{name}` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {found}.")
         maskable &= mask.to(input_ids.device).bool()
     return maskable

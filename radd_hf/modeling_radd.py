@@ -428,6 +428,11 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
         if keep_mask is not None:
             labels = None if labels is None else labels[keep_mask]
         else:
+            if torch.is_tensor(logits_to_keep) and logits_to_keep.dim() != 1:
+                raise ValueError(
+                    f"`logits_to_keep` must be an integer, a 1-D tensor of positions or a boolean mask, got a "
+                    f"{logits_to_keep.dtype} tensor of shape {tuple(logits_to_keep.shape)}."
+                )
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             hidden_states = hidden_states[:, kept]
             labels = None if labels is None else labels[:, kept]
