@@ -55,6 +55,7 @@ class EMACallback(TrainerCallback):
     def save(self, folder: str | Path):
         """Write the average and its number of updates to `folder`, whole or not at all."""
         target = Path(folder) / EMA_FILE
+        target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(".partial")
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.average.items()}
         save_file(tensors, partial, metadata={"num_updates": str(self.num_updates)})

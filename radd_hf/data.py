@@ -66,15 +66,23 @@ class MaskedDiffusionCollator:
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         rows = [torch.as_tensor(example["input_ids"], dtype=torch.long) for example in examples]
         batch = {"input_ids": _pad(rows, self.pad_token_id)}
-        lengths = {len(row) for row in rows}
-        if len(lengths) > 1 or "attention_mask" in examples[0]:
-            masks = [
-                torch.as_tensor(e.get("attention_mask", [1] * len(r))) for e, r in zip(examples, rows, strict=True)
-            ]
-            batch["attention_mask"] = _pad(masks, 0)
-        if "loss_mask" in examples[0]:
-            batch["loss_mask"] = _pad([torch.as_tensor(e["loss_mask"]).bool() for e in examples], False)
+        ragged = len({len(row) for row in rows}) > 1
+        if ragged or any("attention_mask" in example for example in examples):
+            batch["attention_mask"] = _pad(_masks(examples, rows, "attention_mask"), 0)
+        if any("loss_mask" in example for example in examples):
+            batch["loss_mask"] = _pad([mask.bool() for mask in _masks(examples, rows, "loss_mask")], False)
         return batch
+
+
+def _masks(examples: list[dict], rows: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+    """The mask `name` of each example, all ones where it has none."""
+    masks = []
+    for example, row in zip(examples, rows, strict=True):
+        mask = torch.as_tensor(example[name]).long() if name in example else torch.ones_like(row)
+        if mask.shape != row.shape:
+            raise ValueError(f"`{name}` must have the length of `input_ids`, {len(row)}, got {tuple(mask.shape)}.")
+        masks.append(mask)
+    return masks
 
 
 def _pad(rows: list[torch.Tensor], value: int | bool) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .generation_radd import evaluation_mode
 from .losses import (
     LOSS_TYPES,
     Corruption,
@@ -90,7 +91,7 @@ def estimate_likelihood(
     gives the standard error.
 
     Args:
-        model (`nn.Module`): A masked language model; put it in evaluation mode.
+        model (`nn.Module`): A masked language model; dropout is off during the call.
         input_ids (`torch.LongTensor` of shape `(B, L)`): Clean tokens.
         loss_type (`str`, *optional*, defaults to `"ao"`):
             "ao" (lowest variance), "lambda_dce", "dse" or "t_dce": the bound. The last two cover lambda in
@@ -125,32 +126,30 @@ def estimate_likelihood(
     schedule = get_noise_schedule(config if noise_schedule is None else noise_schedule)
     generators = row_generators(len(input_ids), seed, generator, torch.device("cpu"))
     nll, error = [], []
-    for row, source in enumerate(generators):
-        ids, scored = input_ids[row, real[row]][None], maskable[row, real[row]][None]
-        if not bool(scored.any()):
-            nll.append(0.0)
-            error.append(0.0)
-            continue
-        if loss_type in EXACT_ORDERS:
-            nll.append(_order_nll(model, ids, scored, loss_type, mask_token_id, batch_size, source))
-            error.append(0.0)
-            continue
-        groups = []
-        for size in _group_sizes(num_samples):
-            corruption = corrupt(
-                ids.expand(size, -1),
-                loss_type,
-                mask_token_id,
-                scored.expand(size, -1),
-                noise_schedule=schedule,
-                time_eps=0.0,
-                generator=source,
-            )
-            groups.append(corruption)
-        losses = _weighted_losses(model, ids, groups, loss_type, schedule, batch_size)
-        means = torch.stack([part.mean() for part in losses.split(_group_sizes(num_samples))])
-        nll.append(float(means.mean()))
-        error.append(float(means.std() / math.sqrt(len(means))) if len(means) > 1 else float("nan"))
+    with evaluation_mode(model):
+        for row, source in enumerate(generators):
+            ids, scored = input_ids[row, real[row]][None], maskable[row, real[row]][None]
+            if not bool(scored.any()):
+                value = (0.0, 0.0)
+            elif loss_type in EXACT_ORDERS:
+                value = (_order_nll(model, ids, scored, loss_type, mask_token_id, batch_size, source), 0.0)
+            else:
+                sizes = _group_sizes(num_samples)
+                groups = [
+                    corrupt(
+                        ids.expand(size, -1),
+                        loss_type,
+                        mask_token_id,
+                        scored.expand(size, -1),
+                        noise_schedule=schedule,
+                        time_eps=0.0,
+                        generator=source,
+                    )
+                    for size in sizes
+                ]
+                value = _mean_and_error(_weighted_losses(model, ids, groups, loss_type, schedule, batch_size), sizes)
+            nll.append(value[0])
+            error.append(value[1])
     nfe = int(maskable.sum(-1).max()) if loss_type in EXACT_ORDERS and len(maskable) else num_samples
     return LikelihoodEstimate(
         nll=torch.tensor(nll, dtype=torch.float64),
@@ -163,6 +162,13 @@ def estimate_likelihood(
 def _group_sizes(num_samples: int) -> list[int]:
     groups = min(_NUM_GROUPS, num_samples)
     return [num_samples // groups + (i < num_samples % groups) for i in range(groups)]
+
+
+def _mean_and_error(losses: torch.Tensor, sizes: list[int]) -> tuple[float, float]:
+    """Mean of the group means of draws (K,), and its standard error; NaN from a single group."""
+    means = torch.stack([part.mean() for part in losses.split(sizes)])
+    error = float(means.std() / math.sqrt(len(means))) if len(means) > 1 else float("nan")
+    return float(means.mean()), error
 
 
 def _weighted_losses(

@@ -289,6 +289,8 @@ class RADDModel(RADDPreTrainedModel):
                 f"`attention_mask` must have the inputs' shape {tuple(inputs_embeds.shape[:2])}, got "
                 f"{tuple(attention_mask.shape)}."
             )
+        if attention_mask is not None and attention_mask.dim() == 2:
+            attention_mask = attention_mask.bool()  # positions count real tokens: 2 or 0.5 must count as 1
         if position_ids is None:
             position_ids = default_position_ids(inputs_embeds, attention_mask)
         query_index, is_kept = None, None

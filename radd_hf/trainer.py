@@ -5,11 +5,12 @@ import copy
 import hashlib
 import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import Trainer
-from transformers.trainer_utils import EvalPrediction
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 
 from .callbacks import EMACallback
 from .data import MaskedDiffusionCollator
@@ -112,9 +113,15 @@ class RADDTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial):
-        super()._save_checkpoint(model, trial)
+        # first: neither an interrupted save nor the rotation at its end may leave weights without their average
         if self.ema is not None and self.args.should_save:
-            self.ema.save(f"{self._get_output_dir(trial)}/checkpoint-{self.state.global_step}")
+            self.ema.save(Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        super()._save_checkpoint(model, trial)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        if self.ema is not None:
+            self.ema.load(self.state.best_model_checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None):
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from radd_hf import RADDConfig, RADDForMaskedDiffusion, RADDGenerationConfig, diffusion_loss
+from radd_hf import RADDConfig, RADDForMaskedDiffusion, RADDGenerationConfig, diffusion_loss, estimate_likelihood
 
 VOCAB, MASK = 7, 6
 
@@ -77,3 +77,26 @@ def test_a_batch_without_any_mask_costs_nothing(model, loss_type: str):
     loss = diffusion_loss(model, ids, loss_type, loss_mask=torch.zeros_like(ids, dtype=torch.bool))
     assert loss.tolist() == [0.0]
     loss.sum().backward()
+
+
+@pytest.mark.parametrize("value", [2, 0.5, True])
+def test_every_nonzero_attention_value_means_a_real_token(model, value):
+    torch.manual_seed(1)
+    loud = RADDForMaskedDiffusion(model.config).eval()
+    for parameter in loud.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    wanted = loud(IDS).logits
+    assert torch.equal(loud(IDS, attention_mask=torch.full(IDS.shape, value)).logits, wanted)
+
+
+def test_likelihood_turns_dropout_off_and_restores_it():
+    torch.manual_seed(0)
+    config = RADDConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, hidden_dropout=0.5
+    )
+    model = RADDForMaskedDiffusion(config).train()
+    torch.nn.init.normal_(model.lm_head.weight)
+    state = torch.get_rng_state()
+    first, second = (estimate_likelihood(model, IDS[1:], num_samples=8, seed=0).nll for _ in range(2))
+    assert torch.equal(first, second) and model.training
+    assert torch.equal(state, torch.get_rng_state())

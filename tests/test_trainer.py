@@ -230,3 +230,38 @@ def test_arguments_survive_json(tmp_path: Path):
         warnings.simplefilter("ignore")
         assert '"loss_type": "t_dce"' in args.to_json_string()
     assert args.remove_unused_columns is False
+
+
+def test_a_mask_in_any_example_counts():
+    collate = MaskedDiffusionCollator()
+    batch = collate([{"input_ids": [1, 2]}, {"input_ids": [3, 4], "loss_mask": [0, 1], "attention_mask": [0, 1]}])
+    assert batch["loss_mask"].tolist() == [[True, True], [False, True]]
+    assert batch["attention_mask"].tolist() == [[1, 1], [0, 1]]
+    with pytest.raises(ValueError, match="`loss_mask` must have the length of `input_ids`, 3, got"):
+        collate([{"input_ids": [1, 2, 3], "loss_mask": [1, 1]}])
+
+
+def test_best_model_brings_its_own_average(tmp_path: Path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    best = {"load_best_model_at_end": True, "learning_rate": 0.5, "max_steps": 8, "ema_decay": 0.5}
+    args = arguments(tmp_path, **saving, **best)
+    trainer = RADDTrainer(tiny_model(), args, train_dataset=blocks(), eval_dataset=blocks(16))
+    trainer.train()
+    losses = logged(trainer, "eval_loss")
+    assert min(losses) < losses[-1], "the last checkpoint is the best: this run shows nothing"
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+    saved = load_file(Path(trainer.state.best_model_checkpoint) / "ema.safetensors")
+    assert torch.equal(trainer.ema.average["lm_head.weight"], saved["lm_head.weight"])
+
+
+def test_the_average_is_on_disk_before_the_checkpoint_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2, ema_decay=0.5)
+    trainer = RADDTrainer(tiny_model(), args, train_dataset=blocks())
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.ema, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert not (tmp_path / "checkpoint-2" / "trainer_state.json").exists()
