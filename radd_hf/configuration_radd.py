@@ -5,6 +5,8 @@ from numbers import Real
 
 from transformers import PreTrainedConfig
 
+from .checks_radd import is_int
+
 NOISE_SCHEDULES = ("log_linear", "geometric", "cosine")
 
 # Fields that count something, so they are whole numbers of at least one.
@@ -80,9 +82,9 @@ class RADDConfig(PreTrainedConfig):
         if not __name__.startswith("transformers_modules"):
             kwargs.pop("custom_pipelines", None)
         super().__post_init__(**kwargs)
-        if self.intermediate_size is None and _is_int(self.hidden_size):
+        if self.intermediate_size is None and is_int(self.hidden_size):
             self.intermediate_size = 4 * self.hidden_size
-        if self.mask_token_id is None and _is_int(self.vocab_size):
+        if self.mask_token_id is None and is_int(self.vocab_size):
             self.mask_token_id = self.vocab_size - 1
         self._check_fields()
 
@@ -104,7 +106,7 @@ class RADDConfig(PreTrainedConfig):
     def _check_fields(self):
         for name in _COUNTS:
             value = getattr(self, name)
-            if not _is_int(value) or value < 1:
+            if not is_int(value) or value < 1:
                 raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
@@ -116,7 +118,7 @@ class RADDConfig(PreTrainedConfig):
                 f"`hidden_size / num_attention_heads` must be even (rotary positions turn pairs), got "
                 f"{self.hidden_size} / {self.num_attention_heads} = {self.head_dim}."
             )
-        if not _is_int(self.mask_token_id) or not 0 <= self.mask_token_id < self.vocab_size:
+        if not is_int(self.mask_token_id) or not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"`mask_token_id` must be an integer in [0, vocab_size={self.vocab_size}), got {self.mask_token_id!r}."
             )
@@ -129,10 +131,6 @@ class RADDConfig(PreTrainedConfig):
         low, high = _number(self.noise_sigma_min), _number(self.noise_sigma_max)
         _check_number("noise_sigma_min", self.noise_sigma_min, low > 0, "greater than 0")
         _check_number("noise_sigma_max", self.noise_sigma_max, high > low, f"greater than noise_sigma_min={low}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _number(value: object) -> float:

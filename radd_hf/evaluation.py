@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .checks_radd import check_token_ids, is_int
 from .generation_radd import evaluation_mode
 from .losses import (
     LOSS_TYPES,
     Corruption,
-    check_token_ids,
     corrupt,
     maskable_positions,
     masked_token_nll,
@@ -114,7 +114,7 @@ def estimate_likelihood(
     if loss_type not in (*LOSS_TYPES, *EXACT_ORDERS):
         raise ValueError(f"`loss_type` must be one of {[*LOSS_TYPES, *EXACT_ORDERS]}, got {loss_type!r}.")
     for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_int(value) or value < 1:
             raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
     config = model_config(model)
     mask_token_id = resolve_mask_token_id(model, mask_token_id)

@@ -3,6 +3,7 @@
 
 from transformers import GenerationConfig
 
+from .checks_radd import is_int
 from .noise_schedule_radd import check_num_steps
 
 ALGORITHMS = ("tweedie", "euler", "any_order")
@@ -97,18 +98,18 @@ class RADDGenerationConfig(GenerationConfig):
         """Check every option by itself; what depends on the inputs is checked in `diffusion_generate`."""
         _check_choice("algorithm", self.algorithm, ALGORITHMS)
         _check_choice("sampling_dtype", self.sampling_dtype, SAMPLING_DTYPES)
-        if not (isinstance(self.order, (list, tuple)) and all(_is_int(i) for i in self.order)):
+        if not (isinstance(self.order, (list, tuple)) and all(is_int(i) for i in self.order)):
             if not isinstance(self.order, str) or self.order not in ORDERS:
                 raise ValueError(f"`order` must be one of {list(ORDERS)} or a list of positions, got {self.order!r}.")
         if self.num_steps is not None:
             check_num_steps(self.num_steps)
         for name, lowest in (("num_return_sequences", 1), ("chunk_size", 1)):
             value = getattr(self, name)
-            if not _is_int(value) or value < lowest:
+            if not is_int(value) or value < lowest:
                 raise ValueError(f"`{name}` must be an integer of at least {lowest}, got {value!r}.")
         for name, lowest in (("max_length", 1), ("max_new_tokens", 0), ("mask_token_id", 0), ("top_k", 1)):
             value = getattr(self, name)
-            if value is not None and (not _is_int(value) or value < lowest):
+            if value is not None and (not is_int(value) or value < lowest):
                 raise ValueError(f"`{name}` must be None or an integer of at least {lowest}, got {value!r}.")
         for name, low, high, open_below in (
             ("temperature", 0.0, float("inf"), False),
@@ -125,7 +126,7 @@ class RADDGenerationConfig(GenerationConfig):
                 bracket = "(" if open_below else "["
                 raise ValueError(f"`{name}` must be None or a number in {bracket}{low}, {high}], got {value!r}.")
         suppress = self.suppress_tokens
-        if suppress is not None and not (isinstance(suppress, (list, tuple)) and all(_is_int(i) for i in suppress)):
+        if suppress is not None and not (isinstance(suppress, (list, tuple)) and all(is_int(i) for i in suppress)):
             raise ValueError(f"`suppress_tokens` must be a list of token ids, got {suppress!r}.")
         for name in ("do_sample", "use_cache", "return_dict_in_generate", "output_history", "progress_bar"):
             if not isinstance(getattr(self, name), bool):
@@ -156,7 +157,3 @@ def reject_unknown_options(options: dict):
 def _check_choice(name: str, value: object, choices: tuple[str, ...]):
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {list(choices)}, got {value!r}.")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

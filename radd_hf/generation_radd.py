@@ -18,6 +18,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils import ModelOutput, logging
 
+from .checks_radd import check_mask_shape, check_token_ids, is_int
 from .generation_config_radd import RADDGenerationConfig, merge_options
 from .noise_schedule_radd import NoiseSchedule, get_noise_schedule, uniform_time_grid
 from .token_draw_radd import TokenDraw, row_generators
@@ -315,7 +316,7 @@ def prepare_canvas(
     if input_ids is None:
         if attention_mask is not None:
             raise ValueError("`attention_mask` must be None without `input_ids`.")
-        if batch_size is not None and (not _is_int(batch_size) or batch_size < 1):
+        if batch_size is not None and (not is_int(batch_size) or batch_size < 1):
             raise ValueError(f"`batch_size` must be a positive integer, got {batch_size!r}.")
         if options.max_new_tokens == 0:
             raise ValueError("`max_new_tokens` must be greater than 0 without `input_ids`, got 0.")
@@ -326,7 +327,8 @@ def prepare_canvas(
     else:
         if batch_size is not None:
             raise ValueError("`batch_size` must be None where `input_ids` are given; see `num_return_sequences`.")
-        _check_ids(input_ids, attention_mask, config.vocab_size)
+        check_token_ids(input_ids, config.vocab_size)
+        check_mask_shape("attention_mask", attention_mask, input_ids)
         canvas = input_ids.to(device=device, dtype=torch.long, copy=True)
         if attention_mask is not None:
             attention_mask = attention_mask.to(device)
@@ -374,7 +376,7 @@ def padding_token_id(options: RADDGenerationConfig, mask_token_id: int, config) 
         pad = getattr(config, "pad_token_id", None)
     if pad is None or pad == mask_token_id:
         pad = 0 if mask_token_id else 1
-    if not _is_int(pad) or not 0 <= pad < config.vocab_size:
+    if not is_int(pad) or not 0 <= pad < config.vocab_size:
         raise ValueError(f"`pad_token_id` must be an id in [0, vocab_size={config.vocab_size}), got {pad!r}.")
     return pad
 
@@ -399,22 +401,6 @@ def reject_ids_outside(name: str, ids, vocab_size: int):
         raise ValueError(f"`{name}` must hold ids in [0, vocab_size={vocab_size}), got {outside}.")
 
 
-def _check_ids(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, vocab_size: int):
-    if not torch.is_tensor(input_ids) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
-        shape = tuple(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
-        raise ValueError(f"`input_ids` must be an integer tensor of shape (batch, length), got {shape}.")
-    if input_ids.numel() and (int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size):
-        raise ValueError(
-            f"`input_ids` must be in [0, vocab_size={vocab_size}), got values from {int(input_ids.min())} to "
-            f"{int(input_ids.max())}."
-        )
-    if attention_mask is not None and getattr(attention_mask, "shape", None) != input_ids.shape:
-        found = tuple(attention_mask.shape) if torch.is_tensor(attention_mask) else type(attention_mask).__name__
-        raise ValueError(
-            f"`attention_mask` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {found}."
-        )
-
-
 def _check_order(order, shape: torch.Size, algorithm: str) -> torch.LongTensor | None:
     """A given order as a CPU tensor (B, L'), or `None` for a named one."""
     if isinstance(order, str):
@@ -437,7 +423,3 @@ def _check_order(order, shape: torch.Size, algorithm: str) -> torch.LongTensor |
     if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
         raise ValueError("`order` must name each position once, got repeated positions.")
     return order
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

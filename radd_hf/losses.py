@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .checks_radd import check_mask_shape, check_token_ids
 from .forward_process import draw_unit, mask_exactly, mask_tokens
 from .noise_schedule_radd import NoiseSchedule, get_noise_schedule
 
@@ -273,32 +274,13 @@ def resolve_mask_token_id(model: nn.Module, mask_token_id: int | None) -> int:
     return mask_token_id
 
 
-def check_token_ids(input_ids: torch.LongTensor, vocab_size: int):
-    """Raise a ValueError unless `input_ids` is a (B, L) tensor of ids below `vocab_size`."""
-    if not torch.is_tensor(input_ids):
-        raise ValueError(f"`input_ids` must be an integer tensor of shape (batch, length), got {type(input_ids)}.")
-    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"`input_ids` must be an integer tensor of shape (batch, length), got {input_ids.dtype} of shape "
-            f"{tuple(input_ids.shape)}."
-        )
-    if input_ids.numel() and (int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size):
-        raise ValueError(
-            f"`input_ids` must be in [0, vocab_size={vocab_size}), got values from {int(input_ids.min())} to "
-            f"{int(input_ids.max())}."
-        )
-
-
 def maskable_positions(
     input_ids: torch.LongTensor, attention_mask: torch.Tensor | None, loss_mask: torch.Tensor | None
 ) -> torch.BoolTensor:
     """Where tokens may be masked, (B, L): real tokens that `loss_mask` does not make context."""
     maskable = torch.ones_like(input_ids, dtype=torch.bool)
     for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
-        if mask is None:
-            continue
-        if getattr(mask, "shape", None) != input_ids.shape:
-            found = tuple(mask.shape) if torch.is_tensor(mask) else type(mask).__name__
-            raise ValueError(f"`{name}` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {found}.")
-        maskable &= mask.to(input_ids.device).bool()
+        check_mask_shape(name, mask, input_ids)
+        if mask is not None:
+            maskable &= mask.to(input_ids.device).bool()
     return maskable

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .checks_radd import is_int
+
 TIME_GRID_ALGORITHMS = ("tweedie", "euler")
 
 
@@ -204,7 +206,7 @@ def expected_nfe(
     """
     if algorithm not in (*TIME_GRID_ALGORITHMS, "any_order"):
         raise ValueError(f"`algorithm` must be one of {[*TIME_GRID_ALGORITHMS, 'any_order']}, got {algorithm!r}.")
-    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+    if not is_int(length) or length < 0:
         raise ValueError(f"`length` must be a non-negative integer, got {length!r}.")
     if num_steps is not None:
         check_num_steps(num_steps)
@@ -232,7 +234,7 @@ def uniform_time_grid(num_steps: int) -> torch.Tensor:
 
 def check_num_steps(num_steps: int):
     """Raise a ValueError unless `num_steps` is a positive integer."""
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+    if not is_int(num_steps) or num_steps < 1:
         raise ValueError(f"`num_steps` must be a positive integer or None, got {num_steps!r}.")
 
 

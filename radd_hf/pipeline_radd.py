@@ -4,7 +4,6 @@
 Shapes: B texts of a batch, R candidates a text, L length, n positions of a chunk.
 """
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -13,8 +12,10 @@ import torch
 from transformers import Pipeline
 from transformers.utils import logging
 
+from .checks_radd import is_int
 from .generation_config_radd import RADDGenerationConfig, merge_options, reject_unknown_options
 from .generation_radd import evaluation_mode
+from .token_draw_radd import mix_seed
 
 DEFAULT_BATCH_SIZE = 8
 MANY_PASSES = 32  # a lone batch with more forward passes than this gets a progress bar
@@ -119,7 +120,7 @@ class InfillingPipeline(Pipeline):
         if not isinstance(inputs, Iterable) and not hasattr(inputs, "__getitem__"):
             raise ValueError(f"`inputs` must be a text, a dict or an iterable of them, got {inputs!r}.")
         batch_size = next(n for n in (batch_size, self._batch_size, DEFAULT_BATCH_SIZE) if n is not None)
-        if not _is_int(batch_size) or batch_size < 1:
+        if not is_int(batch_size) or batch_size < 1:
             raise ValueError(f"`batch_size` must be a positive integer, got {batch_size!r}.")
         # 2. options
         preprocess_params, call_params, _ = self._sanitize_parameters(**kwargs)
@@ -323,8 +324,7 @@ def candidate_seed(seed: int, text: int, candidate: int) -> int:
     """A number for (seed, text, candidate): `seed` itself for the first candidate of the first text."""
     if text == candidate == 0:
         return seed
-    digest = hashlib.blake2b(f"infilling,{seed},{text},{candidate}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return mix_seed("infilling", seed, text, candidate)
 
 
 def _text_seed(seed: int | list[int], text: int, candidate: int) -> int:
@@ -342,9 +342,9 @@ def _call_seed(seed: int | list[int] | None, generator: torch.Generator | None) 
     if seed is None:
         source = {} if generator is None else {"generator": generator, "device": generator.device}
         return int(torch.randint(2**62, (), **source))
-    if _is_int(seed):
+    if is_int(seed):
         return seed
-    if isinstance(seed, (list, tuple)) and all(_is_int(one) for one in seed):
+    if isinstance(seed, (list, tuple)) and all(is_int(one) for one in seed):
         return list(seed)
     raise ValueError(f"`seed` must be an integer or a list of integers, one a text, got {seed!r}.")
 
@@ -358,13 +358,9 @@ def _check_parts(parts: dict) -> tuple[str, str, int]:
         if not isinstance(parts.get(name), (str, type(None))):
             raise ValueError(f"`{name}` must be a text, got {parts[name]!r}.")
     length = parts.get("length")
-    if not _is_int(length) or length < 0:
+    if not is_int(length) or length < 0:
         raise ValueError(f"`length` must be an integer of at least 0, the number of tokens to insert, got {length!r}.")
     return parts.get("prefix") or "", parts.get("suffix") or "", length
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 __all__ = ["InfillingPipeline", "candidate_seed"]

@@ -18,6 +18,7 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 
+from .checks_radd import is_int
 from .generation_config_radd import RADDGenerationConfig
 
 
@@ -106,21 +107,17 @@ def row_generators(
     if seed is None:
         source = {} if generator is None else {"generator": generator, "device": generator.device}
         seeds = torch.randint(2**62, (num_rows,), **source).tolist()
-    elif _is_int(seed):
-        seeds = [_mix(seed, row) for row in range(num_rows)]
-    elif isinstance(seed, (list, tuple)) and len(seed) == num_rows and all(_is_int(s) for s in seed):
-        seeds = [_mix(s, 0) for s in seed]
+    elif is_int(seed):
+        seeds = [mix_seed(seed, row) for row in range(num_rows)]
+    elif isinstance(seed, (list, tuple)) and len(seed) == num_rows and all(is_int(s) for s in seed):
+        seeds = [mix_seed(s, 0) for s in seed]
     else:
         raise ValueError(f"`seed` must be an integer or a list of {num_rows} integers, one a sequence, got {seed!r}.")
     device = device if generator is None else generator.device
     return [torch.Generator(device=device).manual_seed(s) for s in seeds]
 
 
-def _mix(seed: int, row: int) -> int:
-    """A 63-bit number for (seed, row); torch's CPU generator uses its low 32 bits."""
-    digest = hashlib.blake2b(f"{seed},{row}".encode(), digest_size=8).digest()
+def mix_seed(*key: int | str) -> int:
+    """A 63-bit seed for `key`, such as (seed, row); torch's CPU generator uses its low 32 bits."""
+    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -2,7 +2,6 @@
 """RADDTrainer: transformers' Trainer with any of the four diffusion losses."""
 
 import copy
-import hashlib
 import math
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 from .callbacks import EMACallback
 from .data import MaskedDiffusionCollator
 from .losses import DiffusionLossOutput, diffusion_loss_terms
+from .token_draw_radd import mix_seed
 from .training_args import RADDTrainingArguments
 
 
@@ -163,5 +163,4 @@ def likelihood_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def _generator(*key: int | str) -> torch.Generator:
-    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator().manual_seed(mix_seed(*key))

@@ -29,6 +29,7 @@ from radd_hf import InfillingPipeline, RADDConfig, RADDForMaskedDiffusion, RADDG
 
 PACKAGE = Path(radd_hf.__file__).parent
 SHIPPED = {
+    "checks_radd.py",
     "configuration_radd.py",
     "generation_config_radd.py",
     "generation_radd.py",

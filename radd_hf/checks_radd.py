@@ -1,0 +1,30 @@
+# Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
+"""Checks of arguments that several modules share."""
+
+import torch
+
+
+def is_int(value: object) -> bool:
+    """Whether `value` is a whole number; `True` and `False` are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_token_ids(input_ids: torch.LongTensor, vocab_size: int):
+    """Raise a ValueError unless `input_ids` is a (B, L) integer tensor of ids in [0, vocab_size)."""
+    if not torch.is_tensor(input_ids) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+        found = type(input_ids).__name__
+        if torch.is_tensor(input_ids):
+            found = f"{tuple(input_ids.shape)} of {input_ids.dtype}"
+        raise ValueError(f"`input_ids` must be an integer tensor of shape (batch, length), got {found}.")
+    if input_ids.numel() and (int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size):
+        raise ValueError(
+            f"`input_ids` must be in [0, vocab_size={vocab_size}), got values from {int(input_ids.min())} to "
+            f"{int(input_ids.max())}."
+        )
+
+
+def check_mask_shape(name: str, mask: torch.Tensor | None, input_ids: torch.LongTensor):
+    """Raise a ValueError naming the mask unless it is `None` or a tensor of the shape of `input_ids`."""
+    if mask is not None and getattr(mask, "shape", None) != input_ids.shape:
+        found = tuple(mask.shape) if torch.is_tensor(mask) else type(mask).__name__
+        raise ValueError(f"`{name}` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {found}.")
