@@ -5,7 +5,8 @@
 
 The paper's recipe: --loss_type lambda_dce --loss_reduction sequence_sum --learning_rate 3e-4 --warmup_steps 2500
 --lr_scheduler_type constant_with_warmup --max_grad_norm 1 --weight_decay 0.03 --ema_decay 0.9999, at a global batch of
-512 blocks of 1,024 tokens. Resume an interrupted run with --resume_from_checkpoint FOLDER.
+512 blocks of 1,024 tokens. A small network leaves the unigram plateau sooner with --curriculum_steps. Resume an
+interrupted run with --resume_from_checkpoint FOLDER.
 """
 
 import sys
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer, HfArgumentParser, set_seed
 
 from radd_hf import RADDConfig, RADDForMaskedDiffusion, RADDTrainer, RADDTrainingArguments
 from radd_hf.data import BlockDataset, bpe_tokenizer, character_tokenizer, pack_blocks
+from radd_hf.forward_process import mask_exactly
 
 
 @dataclass
@@ -34,12 +36,37 @@ class ScriptArguments:
     num_attention_heads: int = field(default=6, metadata={"help": "Heads of a new network."})
     hidden_dropout: float = field(default=0.0, metadata={"help": "Dropout of a new network."})
     initializer_range: float = field(default=0.06, metadata={"help": "Initial scale of a new network."})
+    curriculum_steps: int = field(
+        default=0, metadata={"help": "Steps over which the share of tokens that may be masked grows from 15 % to all."}
+    )
 
 
-def load_tokenizer(script: ScriptArguments, text: str):
-    """The tokenizer that goes with the checkpoint, or the one that `--tokenizer` names."""
-    if script.model_name_or_path is not None:
-        return AutoTokenizer.from_pretrained(script.model_name_or_path)
+class CurriculumTrainer(RADDTrainer):
+    """
+    `RADDTrainer` that first keeps some tokens as context.
+
+    In step n of the first N a random subset of a block, 0.15 + 0.85 n / N of it, may be masked; the rest is context,
+    which leaves the loss the exact bound on that subset given the rest.
+    """
+
+    def __init__(self, *args, curriculum_steps: int = 0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.curriculum_steps = curriculum_steps
+
+    def _loss_terms(self, model, inputs, loss_type, generator):
+        share = 0.15 + 0.85 * self.state.global_step / self.curriculum_steps if self.curriculum_steps else 1.0
+        if model.training and share < 1:
+            ids = inputs["input_ids"]
+            count = torch.full((len(ids),), max(1, round(share * ids.shape[1])))
+            _, chosen = mask_exactly(ids, count, mask_token_id=0, generator=generator)
+            inputs = {**inputs, "loss_mask": chosen}
+        return super()._loss_terms(model, inputs, loss_type, generator)
+
+
+def load_tokenizer(script: ScriptArguments, source: str | None, text: str):
+    """The tokenizer of the checkpoint `source`, or the one that `--tokenizer` names."""
+    if source is not None:
+        return AutoTokenizer.from_pretrained(source)
     if script.tokenizer == "characters":
         return character_tokenizer(text)
     if script.tokenizer == "bpe":
@@ -78,14 +105,19 @@ def main(arguments: list[str]):
     script, args = HfArgumentParser((ScriptArguments, RADDTrainingArguments)).parse_args_into_dataclasses(arguments)
     set_seed(args.seed)
     text = Path(script.train_file).read_text(encoding="utf-8")
-    tokenizer = load_tokenizer(script, text)
+    tokenizer = load_tokenizer(script, args.resume_from_checkpoint or script.model_name_or_path, text)
     train = BlockDataset(text_blocks(tokenizer, text, script.block_size))
     validation = None
     if script.validation_file is not None:
         held_out = Path(script.validation_file).read_text(encoding="utf-8")
         validation = BlockDataset(text_blocks(tokenizer, held_out, script.block_size))
-    trainer = RADDTrainer(
-        load_model(script, tokenizer), args, train_dataset=train, eval_dataset=validation, processing_class=tokenizer
+    trainer = CurriculumTrainer(
+        load_model(script, tokenizer),
+        args,
+        curriculum_steps=script.curriculum_steps,
+        train_dataset=train,
+        eval_dataset=validation,
+        processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if validation is not None:

@@ -1,6 +1,8 @@
 # Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
 """Checks of arguments that several modules share."""
 
+import math
+
 import torch
 
 
@@ -23,8 +25,17 @@ def check_token_ids(input_ids: torch.LongTensor, vocab_size: int):
         )
 
 
-def check_mask_shape(name: str, mask: torch.Tensor | None, input_ids: torch.LongTensor):
-    """Raise a ValueError naming the mask unless it is `None` or a tensor of the shape of `input_ids`."""
-    if mask is not None and getattr(mask, "shape", None) != input_ids.shape:
+def is_number(value: object) -> bool:
+    """Whether `value` is a finite int or float; `True` and `False` are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_mask(name: str, mask: torch.Tensor | None, input_ids: torch.LongTensor):
+    """Raise a ValueError naming the mask unless it is `None` or of the shape of `input_ids`, of 0 and 1 alone."""
+    if mask is None:
+        return
+    if getattr(mask, "shape", None) != input_ids.shape:
         found = tuple(mask.shape) if torch.is_tensor(mask) else type(mask).__name__
         raise ValueError(f"`{name}` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {found}.")
+    if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError(f"`{name}` must hold 0 and 1 alone, got {mask.unique()[:4].tolist()}.")

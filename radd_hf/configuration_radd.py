@@ -1,13 +1,14 @@
 # Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
 """Configuration of a RADD network: its sizes, its vocabulary and the noise schedule it is used with."""
 
-from numbers import Real
-
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .checks_radd import is_int
+from .checks_radd import is_int, is_number
 
 NOISE_SCHEDULES = ("log_linear", "geometric", "cosine")
+LOSS_TYPES = ("dse", "t_dce", "lambda_dce", "ao")
 
 # Fields that count something, so they are whole numbers of at least one.
 _COUNTS = (
@@ -108,6 +109,8 @@ class RADDConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not is_int(value) or value < 1:
                 raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+        if self.vocab_size < 2:
+            raise ValueError("`vocab_size` must be at least 2, a token and the mask token, got 1.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"`hidden_size` must be divisible by `num_attention_heads`, got hidden_size={self.hidden_size} and "
@@ -122,11 +125,28 @@ class RADDConfig(PreTrainedConfig):
             raise ValueError(
                 f"`mask_token_id` must be an integer in [0, vocab_size={self.vocab_size}), got {self.mask_token_id!r}."
             )
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
+            if value is not None and not all(is_int(i) and 0 <= i < self.vocab_size for i in ids):
+                raise ValueError(f"`{name}` must be None or in [0, vocab_size={self.vocab_size}), got {value!r}.")
+        rope_type = self.rope_parameters.get("rope_type", "default")
+        if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+            valid = ["default", *ROPE_INIT_FUNCTIONS]
+            raise ValueError(f"`rope_parameters['rope_type']` must be one of {valid}, got {rope_type!r}.")
+        theta = self.rope_parameters.get("rope_theta")
+        _check_number("rope_parameters['rope_theta']", theta, _number(theta) > 0, "greater than 0")
+        for name, choices in (
+            ("hidden_act", list(ACT2FN)),
+            ("noise_schedule", list(NOISE_SCHEDULES)),
+            ("training_loss", [None, *LOSS_TYPES]),
+            ("tie_word_embeddings", [True, False]),
+        ):
+            if not isinstance(getattr(self, name), (str, bool, type(None))) or getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
         _check_number("hidden_dropout", self.hidden_dropout, 0 <= _number(self.hidden_dropout) < 1, "in [0, 1)")
         for name in ("layer_norm_eps", "initializer_range"):
             _check_number(name, getattr(self, name), _number(getattr(self, name)) > 0, "greater than 0")
-        if self.noise_schedule not in NOISE_SCHEDULES:
-            raise ValueError(f"`noise_schedule` must be one of {list(NOISE_SCHEDULES)}, got {self.noise_schedule!r}.")
         _check_number("noise_eps", self.noise_eps, 0 <= _number(self.noise_eps) < 1, "in [0, 1)")
         low, high = _number(self.noise_sigma_min), _number(self.noise_sigma_max)
         _check_number("noise_sigma_min", self.noise_sigma_min, low > 0, "greater than 0")
@@ -134,7 +154,7 @@ class RADDConfig(PreTrainedConfig):
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else float("nan")
+    return value if is_number(value) else float("nan")
 
 
 def _check_number(name: str, value: object, valid: bool, expected: str):

@@ -137,7 +137,11 @@ def convert_original_checkpoint(source: str | os.PathLike, out_dir: str | os.Pat
         ValueError: `source` is neither folder nor repository, or does not hold exactly the weights that its config
             describes (every missing, unexpected and mis-shaped key is listed), or `out_dir` is in use.
     """
-    out_dir = Path(out_dir)
+    if not isinstance(source, (str, os.PathLike)):
+        raise ValueError(f"`source` must be a path or a Hub repository, got {source!r}.")
+    out_dir = Path(out_dir).resolve()  # a link to an empty folder is filled, not replaced
+    if any(parent.exists() and not parent.is_dir() for parent in out_dir.parents):
+        raise ValueError(f"`out_dir` must be a new or an empty folder, got {str(out_dir)!r}, which is below a file.")
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise ValueError(f"`out_dir` must be a new or an empty folder, got {str(out_dir)!r}, which is not.")
     folder = _find_source(source)
@@ -173,7 +177,7 @@ def _find_source(source: str | os.PathLike) -> Path:
 def _read_config(path: Path) -> Mapping:
     try:
         original = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"`source` must hold valid JSON in {CONFIG_FILE}, got {str(path)!r}: {error}") from error
     if not isinstance(original, Mapping):
         raise ValueError(f"`source` must hold a JSON object in {CONFIG_FILE}, got {type(original).__name__}.")
@@ -222,7 +226,6 @@ def _value_problems(original: Mapping[str, torch.Tensor], rotary: torch.Tensor) 
 
 def _write(model: RADDForMaskedDiffusion, out_dir: Path):
     """Save beside `out_dir`, then rename: whatever fails, nothing half-written stays."""
-    out_dir = out_dir.absolute()
     partial = out_dir.with_name(f".{out_dir.name}.{uuid.uuid4().hex}")
     try:
         model.save_pretrained(partial)

@@ -90,14 +90,18 @@ def _pad(rows: list[torch.Tensor], value: int | bool) -> torch.Tensor:
 
 
 def character_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the characters of `text`, then `<|endoftext|>` (end and padding) and `[MASK]`."""
+    """
+    A tokenizer whose tokens are the characters of `text`, then `<unk>` for all others, `<|endoftext|>` (end and
+    padding) and `[MASK]`.
+    """
     characters = sorted(set(text))
     if not characters:
         raise ValueError("`text` must have at least one character, got an empty string.")
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token=characters[0]))
+    vocabulary = {token: i for i, token in enumerate([*characters, "<unk>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return _with_special_tokens(tokenizer, lstrip=False)
+    return _with_special_tokens(tokenizer, lstrip=False, unk_token="<unk>")
 
 
 def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -115,9 +119,13 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerF
     return _with_special_tokens(tokenizer, lstrip=True)
 
 
-def _with_special_tokens(tokenizer: Tokenizer, lstrip: bool) -> PreTrainedTokenizerFast:
+def _with_special_tokens(tokenizer: Tokenizer, lstrip: bool, **special_tokens: str) -> PreTrainedTokenizerFast:
     # lstrip: the mask stands for a piece with its leading space, so the space before "[MASK]" is not a token
     mask = AddedToken("[MASK]", lstrip=lstrip, special=True, normalized=False)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>", mask_token=mask
+        tokenizer_object=tokenizer,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        mask_token=mask,
+        **special_tokens,
     )

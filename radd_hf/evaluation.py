@@ -60,12 +60,17 @@ class LikelihoodEstimate:
     @property
     def perplexity(self) -> float:
         """exp of the nats per token."""
-        return math.exp(self.nll_per_token)
+        return perplexity(self.nll_per_token)
 
     @property
     def bits_per_token(self) -> float:
         """The nats per token in bits."""
         return self.nll_per_token / math.log(2)
+
+
+def perplexity(nll_per_token: float) -> float:
+    """exp of nats per token; infinity where that is more than a float holds."""
+    return float(torch.tensor(nll_per_token, dtype=torch.float64).exp())
 
 
 @torch.no_grad()

@@ -3,12 +3,13 @@
 
 from transformers import GenerationConfig
 
-from .checks_radd import is_int
+from .checks_radd import is_int, is_number
 from .noise_schedule_radd import check_num_steps
 
 ALGORITHMS = ("tweedie", "euler", "any_order")
 ORDERS = ("random", "forward", "backward")
 SAMPLING_DTYPES = ("float64", "float32")
+MIN_TEMPERATURE = 1e-6  # below, float32 logits divided by it overflow
 
 # Options that transformers' GenerationConfig does not have, with their defaults.
 _OWN_OPTIONS = {
@@ -121,10 +122,13 @@ class RADDGenerationConfig(GenerationConfig):
             value = getattr(self, name)
             if value is None:
                 continue
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not low <= value <= high or (open_below and value == low):
-                bracket = "(" if open_below else "["
-                raise ValueError(f"`{name}` must be None or a number in {bracket}{low}, {high}], got {value!r}.")
+            if not is_number(value) or not low <= value <= high or (open_below and value == low):
+                interval = f"{'(' if open_below else '['}{low}, {high}{')' if high == float('inf') else ']'}"
+                raise ValueError(f"`{name}` must be None or a number in {interval}, got {value!r}.")
+        if self.temperature and self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"`temperature` must be 0 (the likeliest token) or at least {MIN_TEMPERATURE}, got {self.temperature}."
+            )
         suppress = self.suppress_tokens
         if suppress is not None and not (isinstance(suppress, (list, tuple)) and all(is_int(i) for i in suppress)):
             raise ValueError(f"`suppress_tokens` must be a list of token ids, got {suppress!r}.")
@@ -139,8 +143,10 @@ class RADDGenerationConfig(GenerationConfig):
 
 
 def merge_options(own: GenerationConfig | None, given: GenerationConfig | None, kwargs: dict) -> RADDGenerationConfig:
-    """One checked config: `kwargs` before the `given` config before the model's `own` before the defaults."""
+    """One checked config: `kwargs` over the `given` config if there is one, else over the model's `own`."""
     reject_unknown_options(kwargs)
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise ValueError(f"`generation_config` must be a GenerationConfig or None, got {type(given).__name__}.")
     base = given if given is not None else own
     stored = {} if base is None else base.to_dict()
     stored = {k: v for k, v in stored.items() if v is not None and k not in _METADATA}

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
-from transformers.utils import ModelOutput, logging
+from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file, logging
 
-from .checks_radd import check_mask_shape, check_token_ids, is_int
+from .checks_radd import check_mask, check_token_ids, is_int
 from .generation_config_radd import RADDGenerationConfig, merge_options
 from .noise_schedule_radd import NoiseSchedule, get_noise_schedule, uniform_time_grid
 from .token_draw_radd import TokenDraw, row_generators
@@ -146,7 +146,8 @@ class DiffusionGenerationMixin:
         Args:
             input_ids (`torch.LongTensor` of shape `(B, L)`, *optional*):
                 Text with mask tokens anywhere. Without it, `batch_size` samples of `max_length` from nothing.
-            generation_config (`GenerationConfig`, *optional*): Defaults to the model's own.
+            generation_config (`GenerationConfig`, *optional*): In place of the model's own, as a whole: an option
+                that it leaves out has its default.
             attention_mask (`torch.Tensor` of shape `(B, L)`, *optional*): 0 at padding, on any side; never filled.
             logits_processor (`LogitsProcessorList`, *optional*): Applied to logits (N, V) with ids (N, L), after the
                 penalties and before the temperature.
@@ -232,8 +233,10 @@ class DiffusionGenerationMixin:
         history = [] if options.output_history else None
         passes = int(plan.nfe.max()) if len(plan.nfe) else 0
         if streamer is not None:
-            start = int((plan.event[0] >= 0).int().argmax()) if passes else canvas.shape[1]
-            streamer.put(canvas[0, :start].cpu())
+            real = slice(None) if attention_mask is None else attention_mask[0].bool()
+            event = plan.event[0, real]
+            start = int((event >= 0).int().argmax()) if passes else len(event)
+            streamer.put(canvas[0, real][:start].cpu())
         for p in logging.tqdm(range(passes), desc="Sampling", unit="pass", disable=not options.progress_bar):
             rows = (plan.nfe > p).nonzero()[:, 0]
             ids, reveal = canvas[rows], plan.event[rows] == p
@@ -251,10 +254,10 @@ class DiffusionGenerationMixin:
             if history is not None:
                 history.append((rows, ids))
             if streamer is not None and hasattr(streamer, "put_draft"):
-                streamer.put_draft(canvas[0, start:].cpu())
+                streamer.put_draft(canvas[0, real][start:].cpu())
         draw.check()
         if streamer is not None:
-            streamer.put(canvas[0, start:].cpu())
+            streamer.put(canvas[0, real][start:].cpu())
             streamer.end()
         return history
 
@@ -285,21 +288,29 @@ class DiffusionGenerationMixin:
         if generation_config is not None:
             self.generation_config = merge_options(None, generation_config, {})
         elif pretrained_model_name_or_path is not None:
-            try:
+            source = {
+                "cache_dir": cache_dir,
+                "force_download": force_download,
+                "proxies": proxies,
+                "local_files_only": local_files_only,
+                "token": token,
+                "revision": revision,
+                "subfolder": subfolder,
+            }
+            saved = cached_file(
+                pretrained_model_name_or_path,
+                GENERATION_CONFIG_NAME,
+                _raise_exceptions_for_missing_entries=False,
+                **source,
+            )
+            self.generation_config = self.generation_config_class()
+            if saved is not None:  # weights without a generation config: the defaults hold
                 self.generation_config = self.generation_config_class.from_pretrained(
                     pretrained_model_name_or_path,
-                    cache_dir=cache_dir,
-                    force_download=force_download,
-                    proxies=proxies,
-                    local_files_only=local_files_only,
-                    token=token,
-                    revision=revision,
-                    subfolder=subfolder,
                     _from_auto=from_auto_class,
                     _from_pipeline=from_pipeline,
+                    **source,
                 )
-            except OSError:  # weights without a generation config: the defaults hold
-                self.generation_config = self.generation_config_class()
 
 
 def prepare_canvas(
@@ -328,7 +339,7 @@ def prepare_canvas(
         if batch_size is not None:
             raise ValueError("`batch_size` must be None where `input_ids` are given; see `num_return_sequences`.")
         check_token_ids(input_ids, config.vocab_size)
-        check_mask_shape("attention_mask", attention_mask, input_ids)
+        check_mask("attention_mask", attention_mask, input_ids)
         canvas = input_ids.to(device=device, dtype=torch.long, copy=True)
         if attention_mask is not None:
             attention_mask = attention_mask.to(device)
@@ -351,12 +362,14 @@ def append_masks(
     config,
 ) -> tuple[torch.LongTensor, torch.Tensor | None]:
     """Masks after each row's last real token: `max_new_tokens` more or `max_length` in all; padding on the left."""
+    if not len(canvas):
+        return canvas, attention_mask
     rows = canvas if attention_mask is None else [ids[m] for ids, m in zip(canvas, attention_mask.bool(), strict=True)]
     if options.max_new_tokens is not None:
         counts = [options.max_new_tokens] * len(rows)
     else:
         counts = [options.max_length - len(row) for row in rows]
-        if min(counts, default=0) < 0:
+        if min(counts) < 0:
             raise ValueError(
                 f"`max_length` must be at least the length of `input_ids`, got {options.max_length} for a row of "
                 f"{max(len(row) for row in rows)} tokens."

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .checks_radd import check_mask_shape, check_token_ids
+from .checks_radd import check_mask, check_token_ids, is_int, is_number
+from .configuration_radd import LOSS_TYPES
 from .forward_process import draw_unit, mask_exactly, mask_tokens
 from .noise_schedule_radd import NoiseSchedule, get_noise_schedule
 
-LOSS_TYPES = ("dse", "t_dce", "lambda_dce", "ao")
 # The paper's code base draws t from [1e-3, 1] and does not reweight: a mean bias of about -0.12 %.
 DEFAULT_TIME_EPS = 1e-3
 
@@ -169,8 +169,8 @@ def diffusion_loss_terms(
 ) -> DiffusionLossOutput:
     """`diffusion_loss` with the unweighted cross-entropy beside the loss; arguments are those of `diffusion_loss`."""
     check_loss_type(loss_type)
-    if not 0 <= time_eps < 1:
-        raise ValueError(f"`time_eps` must be in [0, 1), got {time_eps}.")
+    if not is_number(time_eps) or not 0 <= time_eps < 1:
+        raise ValueError(f"`time_eps` must be in [0, 1), got {time_eps!r}.")
     mask_token_id = resolve_mask_token_id(model, mask_token_id)
     config = model_config(model)
     check_token_ids(input_ids, config.vocab_size)
@@ -266,10 +266,10 @@ def resolve_mask_token_id(model: nn.Module, mask_token_id: int | None) -> int:
     if mask_token_id is None:
         mask_token_id = getattr(config, "mask_token_id", None)
     vocab_size = config.vocab_size
-    if mask_token_id is None or not 0 <= mask_token_id < vocab_size:
+    if not is_int(mask_token_id) or not 0 <= mask_token_id < vocab_size:
         raise ValueError(
             f"`mask_token_id` must be an id in [0, vocab_size={vocab_size}), given or in the model's config, got "
-            f"{mask_token_id}."
+            f"{mask_token_id!r}."
         )
     return mask_token_id
 
@@ -280,7 +280,7 @@ def maskable_positions(
     """Where tokens may be masked, (B, L): real tokens that `loss_mask` does not make context."""
     maskable = torch.ones_like(input_ids, dtype=torch.bool)
     for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
-        check_mask_shape(name, mask, input_ids)
+        check_mask(name, mask, input_ids)
         if mask is not None:
             maskable &= mask.to(input_ids.device).bool()
     return maskable

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
@@ -205,24 +206,34 @@ class RADDPreTrainedModel(PreTrainedModel):
 
         Args:
             strict (`bool`, *optional*, defaults to `True`):
-                Raise when the checkpoint lacks a weight or has one of another shape. `False` is transformers' own
-                behaviour: warn and initialise those weights.
+                Raise when the checkpoint lacks a weight, has one of another shape or more blocks than the config.
+                `False` is transformers' own behaviour: warn and initialise those weights.
 
         Raises:
-            ValueError: Lists the missing, unexpected and mis-shaped keys.
+            ValueError: Lists the missing, unexpected and mis-shaped keys; or a weights file is damaged.
         """
         wants_info = kwargs.pop("output_loading_info", False)
         if strict:
             kwargs["ignore_mismatched_sizes"] = True  # so that all of them can be listed at once
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
-        if strict and (info["missing_keys"] or info["mismatched_keys"]):
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise ValueError(
+                f"The weights of {pretrained_model_name_or_path!r} must be whole safetensors files, got: {error}."
+            ) from error
+        layers = (f"{cls.base_model_prefix}.layers.", "layers.")  # blocks that the config does not have
+        if strict and (
+            info["missing_keys"]
+            or info["mismatched_keys"]
+            or any(k.startswith(layers) for k in info["unexpected_keys"])
+        ):
             shapes = [f"{key}: {tuple(found)} instead of {tuple(own)}" for key, found, own in info["mismatched_keys"]]
             raise ValueError(
                 f"The checkpoint {pretrained_model_name_or_path!r} does not fit {cls.__name__}; "
                 f"missing keys: {sorted(info['missing_keys'])}; mis-shaped keys: {sorted(shapes)}; "
-                f"unexpected keys: {sorted(info['unexpected_keys'])}. Pass strict=False to initialise these weights."
+                f"unexpected keys: {sorted(info['unexpected_keys'])}. Pass strict=False to load what fits."
             )
         return (model, info) if wants_info else model
 
@@ -293,16 +304,17 @@ class RADDModel(RADDPreTrainedModel):
             attention_mask = attention_mask.bool()  # positions count real tokens: 2 or 0.5 must count as 1
         if position_ids is None:
             position_ids = default_position_ids(inputs_embeds, attention_mask)
+        layers = self.layers if inputs_embeds.numel() else ()  # attention kernels need a token
         query_index, is_kept = None, None
-        if keep_mask is not None and self._slices_last_block(kwargs):
+        if keep_mask is not None and len(layers) and self._slices_last_block(kwargs):
             query_index, is_kept = kept_positions(keep_mask)
         mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=inputs_embeds, attention_mask=attention_mask
         )
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        last = len(self.layers) - 1
-        for i, layer in enumerate(self.layers):
+        last = len(layers) - 1
+        for i, layer in enumerate(layers):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=mask,
@@ -435,7 +447,7 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
                     f"`logits_to_keep` must be an integer, a 1-D tensor of positions or a boolean mask, got a "
                     f"{logits_to_keep.dtype} tensor of shape {tuple(logits_to_keep.shape)}."
                 )
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            kept = logits_to_keep if torch.is_tensor(logits_to_keep) else slice(-logits_to_keep, None)
             hidden_states = hidden_states[:, kept]
             labels = None if labels is None else labels[:, kept]
         logits = self.compute_logits(hidden_states)
@@ -458,8 +470,16 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
         Returns:
             `torch.Tensor` of shape `(B, L, V)`, float32: the scores, 1 at x^i = x^i itself; meaningful at masked
             positions only (no reverse transition leaves an unmasked token).
+
+        Raises:
+            ValueError: `t` outside (0, 1] or of another shape.
         """
         t = torch.as_tensor(t, dtype=torch.float64, device=input_ids.device)
+        if t.shape not in ((), input_ids.shape[:1]) or not bool(((t > 0) & (t <= 1)).all()):
+            raise ValueError(
+                f"`t` must be in (0, 1], one number or one a row {tuple(input_ids.shape[:1])}, got {tuple(t.shape)} "
+                f"with values {t.flatten()[:4].tolist()}."
+            )
         scale = get_noise_schedule(self.config).score_scale(t).float().reshape(-1, 1, 1)
         logits = self(input_ids, attention_mask=attention_mask).logits
         score = scale * torch.softmax(logits, dim=-1, dtype=torch.float32)
@@ -472,7 +492,10 @@ def masked_lm_loss(
     """Cross-entropy in float32 over the labels that are not -100: mean, or sum over `num_items_in_batch`."""
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = nn.functional.cross_entropy(
-        logits.float().flatten(0, -2), labels.flatten().to(logits.device), ignore_index=-100, reduction=reduction
+        logits.float().flatten(0, -2),
+        labels.long().flatten().to(logits.device),
+        ignore_index=-100,
+        reduction=reduction,
     )
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 

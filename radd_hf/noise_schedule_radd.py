@@ -108,7 +108,7 @@ class GeometricNoise(NoiseSchedule):
     """sigma_bar(t) = sigma_min^(1 - t) sigma_max^t. A little noise is left at t = 0: lambda(0) > 0."""
 
     def __init__(self, sigma_min: float = 1e-4, sigma_max: float = 20.0):
-        if not 0 < sigma_min < sigma_max:
+        if not 0 < sigma_min < sigma_max < float("inf"):
             raise ValueError(
                 f"`sigma_min` and `sigma_max` must satisfy 0 < sigma_min < sigma_max, got {sigma_min} and {sigma_max}."
             )

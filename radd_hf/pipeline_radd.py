@@ -186,6 +186,7 @@ class InfillingPipeline(Pipeline):
             given = ids = self._encode(inputs, False, parse_mask)
         else:
             raise ValueError(f"`inputs` must hold texts or dicts, got {inputs!r}.")
+        self._warn_of_lost_text(source, parse_mask)
         if not parse_mask and mask in given:
             raise ValueError(f"`parse_mask` must be True: this tokenizer cannot spell {self.tokenizer.mask_token!r}.")
         used = len(head) + len(ids) + len(tail)
@@ -210,6 +211,29 @@ class InfillingPipeline(Pipeline):
         return self.tokenizer(
             text, add_special_tokens=add_special_tokens, split_special_tokens=not parse_mask, truncation=False
         )["input_ids"]
+
+    def _warn_of_lost_text(self, text: str, parse_mask: bool):
+        """Warn where the tokenizer skips characters or has no token for them: the answer cannot repeat them."""
+        if not self.tokenizer.is_fast or not text.strip():
+            return
+        encoding = self.tokenizer(
+            text,
+            add_special_tokens=False,
+            split_special_tokens=not parse_mask,
+            truncation=False,
+            return_offsets_mapping=True,
+        )
+        kept = set()
+        for token, (start, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
+            if token != self.tokenizer.unk_token_id:
+                kept.update(range(start, end))
+        lost = sorted({c for i, c in enumerate(text) if i not in kept and not c.isspace()})
+        if lost:
+            warnings.warn(
+                f"The tokenizer has no token for the character(s) {lost[:10]}: the model does not see them and the "
+                f"answer does not repeat them, in {text[:60]!r}.",
+                stacklevel=5,
+            )
 
     def _run(
         self,

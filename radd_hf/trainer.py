@@ -13,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 
 from .callbacks import EMACallback
 from .data import MaskedDiffusionCollator
+from .evaluation import perplexity
 from .losses import DiffusionLossOutput, diffusion_loss_terms
 from .token_draw_radd import mix_seed
 from .training_args import RADDTrainingArguments
@@ -41,9 +42,7 @@ class RADDTrainer(Trainer):
         self, model: nn.Module | None = None, args: RADDTrainingArguments | None = None, data_collator=None, **kwargs
     ):
         for name in ("train_dataset", "eval_dataset"):
-            dataset = kwargs.get(name)
-            if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
-                raise ValueError(f"`{name}` must have at least one example, got an empty data set.")
+            _reject_empty(name, kwargs.get(name))
         kwargs.setdefault("compute_metrics", likelihood_metrics)
         super().__init__(model, args, data_collator or MaskedDiffusionCollator(), **kwargs)
         self.model_accepts_loss_kwargs = False  # compute_loss returns a mean: accumulation has to divide it
@@ -84,12 +83,13 @@ class RADDTrainer(Trainer):
         loss = nll.sum() / terms.length.sum().clamp(min=1)
         return (loss, None, None) if prediction_loss_only else (loss, nll, terms.length)
 
-    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+    def evaluate(self, eval_dataset=None, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate` on the averaged weights (if there are any), with the same noise every time."""
+        _reject_empty("eval_dataset", eval_dataset)
         self._eval_step = 0
         averaged = nullcontext() if self.ema is None else self.ema.applied_to(self.model)
         with averaged, torch.random.fork_rng(devices=[]):  # a data loader's start would shift dropout in training
-            return super().evaluate(*args, **kwargs)
+            return super().evaluate(eval_dataset, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
         """Add `nll_per_token`, the mean since the last log over all processes."""
@@ -156,10 +156,19 @@ def likelihood_metrics(prediction: EvalPrediction) -> dict[str, float]:
     nll = float(prediction.predictions.astype("float64").sum()) / max(tokens, 1)
     return {
         "nll_per_token": nll,
-        "perplexity": math.exp(nll),
+        "perplexity": perplexity(nll),
         "bits_per_token": nll / math.log(2),
         "num_tokens": tokens,
     }
+
+
+def _reject_empty(name: str, dataset):
+    """Raise a ValueError if a data set, or one of a dict of them, has a length of 0."""
+    if isinstance(dataset, dict) and dataset:
+        for key, one in dataset.items():
+            _reject_empty(f"{name}[{key!r}]", one)
+    elif dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise ValueError(f"`{name}` must have at least one example, got an empty data set.")
 
 
 def _generator(*key: int | str) -> torch.Generator:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from .checks_radd import is_int, is_number
 from .forward_process import TIME_SAMPLING
 from .losses import DEFAULT_TIME_EPS, LOSS_TYPES, check_loss_type
 
@@ -53,7 +54,13 @@ class RADDTrainingArguments(TrainingArguments):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` must be one of {list(choices)}, got {getattr(self, name)!r}.")
         for name in ("time_eps", "ema_decay"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be in [0, 1), got {getattr(self, name)}.")
-        if self.eval_num_samples < 1:
-            raise ValueError(f"`eval_num_samples` must be at least 1, got {self.eval_num_samples}.")
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value < 1:
+                raise ValueError(f"`{name}` must be in [0, 1), got {value!r}.")
+        if not is_int(self.eval_num_samples) or self.eval_num_samples < 1:
+            raise ValueError(f"`eval_num_samples` must be at least 1, got {self.eval_num_samples!r}.")
+        if self.batch_eval_metrics or not self.eval_do_concat_batches:  # the bound is a ratio of sums over all batches
+            raise ValueError(
+                "`batch_eval_metrics` must be False and `eval_do_concat_batches` True, got "
+                f"{self.batch_eval_metrics} and {self.eval_do_concat_batches}."
+            )

@@ -282,6 +282,7 @@ def test_configs_that_do_not_fit(tmp_path: Path, fields: dict, message: str):
         (lambda folder: (folder / "model.safetensors").unlink(), r"got '.*source' without \['model.safetensors'\]"),
         (lambda folder: (folder / "config.json").write_text("{"), r"valid JSON in config.json, got '.*json'"),
         (lambda folder: (folder / "config.json").write_bytes(b"\xff"), r"must hold valid JSON in config.json"),
+        (lambda folder: (folder / "config.json").write_text("[" * 10**5), "valid JSON in config.json"),
         (lambda folder: (folder / "config.json").write_text("[1]"), r"must hold a JSON object .*got list"),
         (lambda folder: os.truncate(folder / "model.safetensors", 300_000), r"whole model.safetensors, got '.*'"),
         (lambda folder: os.truncate(folder / "model.safetensors", 0), r"whole model.safetensors, got '.*'"),
@@ -315,11 +316,23 @@ def test_an_out_dir_in_use(tmp_path: Path):
     used = tmp_path / "out"
     used.mkdir()
     (used / "mine.txt").write_text("keep")
-    for out_dir in (used, used / "mine.txt"):
+    for out_dir in (used, used / "mine.txt", used / "mine.txt" / "below"):
         with pytest.raises(ValueError, match=r"`out_dir` must be a new or an empty folder, got '.*out"):
             convert_original_checkpoint(GOLDEN, out_dir)
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine.txt"]
     assert (used / "mine.txt").read_text() == "keep"
+
+
+def test_a_link_to_an_empty_folder_is_filled(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    convert_original_checkpoint(GOLDEN, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").is_file()
+
+
+def test_no_source(tmp_path: Path):
+    with pytest.raises(ValueError, match="`source` must be a path or a Hub repository, got None"):
+        convert_original_checkpoint(None, tmp_path / "out")
 
 
 @pytest.mark.parametrize("moment", ["while saving", "at the rename"])

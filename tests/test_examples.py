@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from radd_hf import RADDForMaskedDiffusion, RADDTrainer, RADDTrainingArguments, estimate_likelihood
+from radd_hf import RADDConfig, RADDForMaskedDiffusion, RADDTrainer, RADDTrainingArguments, estimate_likelihood
 from radd_hf.data import BlockDataset
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +80,49 @@ def test_the_training_script_runs_resumes_and_saves(tmp_path: Path):
     assert model.config.training_loss == "lambda_dce"
     assert (tmp_path / "run" / "tokenizer.json").is_file()
     assert (tmp_path / "run" / "checkpoint-4" / "ema.safetensors").is_file()
+
+
+def test_the_curriculum_masks_a_growing_subset(tmp_path: Path):
+    """At step n of N = 4 a share 0.15 + 0.85 n / 4 of 40 tokens may be masked, then all; evaluation masks any."""
+    torch.manual_seed(0)
+    train = load_example("train")
+    model = RADDForMaskedDiffusion(
+        RADDConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=40)
+    )
+    args = RADDTrainingArguments(str(tmp_path), loss_type="ao", use_cpu=True, report_to=[])
+    trainer = train.CurriculumTrainer(model, args, curriculum_steps=4)
+    batch = {"input_ids": torch.randint(7, (4096, 40))}
+    for step, most in ((0, 6), (2, 23), (4, 40), (9, 40)):
+        trainer.state.global_step = step
+        _, terms = trainer.compute_loss(model.train(), batch, return_outputs=True)
+        assert terms.length.unique().tolist() == [most]
+        assert int(terms.num_masked.max()) == most and int(terms.num_masked.min()) == 1
+    trainer.state.global_step = 0
+    _, terms = trainer.compute_loss(model.eval(), batch, return_outputs=True)
+    assert int(terms.num_masked.max()) == 40
+
+
+def test_books_become_lines_and_a_held_out_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    prepare = load_example("prepare_text")
+    paragraph = (
+        "“Aye,” said he—and the boat turned about in the\nwind, while the long oars dipped and rose\nagain…\n\n"
+    )
+    (tmp_path / "a.txt").write_text("\ufeff" + paragraph * 200, encoding="utf-8")
+    (tmp_path / "b.txt").write_text(
+        "".join(f"{i} A verse{' of its own' * (i % 3 == 0)}.\r\n" for i in range(300)), encoding="utf-8"
+    )
+    prepare.main(["--source", str(tmp_path), "--output_dir", str(tmp_path / "out")])
+    train, held_out = ((tmp_path / "out" / name).read_text("utf-8") for name in ("train.txt", "held_out.txt"))
+    prose = '"Aye," said he--and the boat turned about in the wind, while the long oars dipped and rose again...\n'
+    assert set(train.splitlines(keepends=True)) == {prose, "A verse of its own.\n", "A verse.\n"}
+    assert (train + held_out).count(prose) == 200 and (train + held_out).count("A verse") == 300
+    assert 0 < held_out.count(prose) <= 3 and 0 < held_out.count("A verse") <= 4
+    assert "2 books" in capsys.readouterr().out
+    (tmp_path / "c.txt").write_text("one line", encoding="utf-8")
+    with pytest.raises(ValueError, match="more than one line"):
+        prepare.main(["--source", str(tmp_path), "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(ValueError, match="`source` must be a folder with .txt files, got "):
+        prepare.main(["--source", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out")])
 
 
 def test_shipped_checkpoint_has_its_stated_likelihood():
