@@ -779,7 +779,7 @@ def test_no_gradients_are_kept(model: RADDForMaskedDiffusion):
         ({"num_steps": 0}, r"`num_steps` must be a positive integer or None, got 0"),
         ({"num_steps": -1}, r"`num_steps` must be a positive integer or None, got -1"),
         ({"num_steps": 2.5}, r"`num_steps` must be a positive integer or None, got 2.5"),
-        ({"temperature": -1.0}, r"`temperature` must be None or a number in \[0.0, inf\], got -1.0"),
+        ({"temperature": -1.0}, r"`temperature` must be None or a number in \[0.0, inf\), got -1.0"),
         ({"top_p": 1.5}, r"`top_p` must be None or a number in \[0.0, 1.0\], got 1.5"),
         ({"top_k": 0}, r"`top_k` must be None or an integer of at least 1, got 0"),
         ({"chunk_size": 0}, r"`chunk_size` must be an integer of at least 1, got 0"),
