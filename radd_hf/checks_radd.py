@@ -11,6 +11,18 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def resolve_mask_token_id(mask_token_id: int | None, config) -> int:
+    """`mask_token_id`, or the model config's; a ValueError where neither is an id of the vocabulary."""
+    if mask_token_id is None:
+        mask_token_id = getattr(config, "mask_token_id", None)
+    if not is_int(mask_token_id) or not 0 <= mask_token_id < config.vocab_size:
+        raise ValueError(
+            f"`mask_token_id` must be an id in [0, vocab_size={config.vocab_size}), given or in the model's config, "
+            f"got {mask_token_id!r}."
+        )
+    return mask_token_id
+
+
 def check_token_ids(input_ids: torch.LongTensor, vocab_size: int):
     """Raise a ValueError unless `input_ids` is a (B, L) integer tensor of ids in [0, vocab_size)."""
     if not torch.is_tensor(input_ids) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):

@@ -20,8 +20,9 @@ import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .attention_radd import RADDRotaryEmbedding
 from .configuration_radd import RADDConfig
-from .modeling_radd import RADDForMaskedDiffusion, RADDRotaryEmbedding
+from .modeling_radd import RADDForMaskedDiffusion
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 

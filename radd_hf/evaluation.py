@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .checks_radd import check_token_ids, is_int
+from .checks_radd import check_token_ids, is_int, resolve_mask_token_id
 from .generation_radd import evaluation_mode
 from .losses import (
     LOSS_TYPES,
@@ -19,7 +19,6 @@ from .losses import (
     maskable_positions,
     masked_token_nll,
     model_config,
-    resolve_mask_token_id,
     sum_over_masked,
     weigh,
 )
@@ -122,7 +121,7 @@ def estimate_likelihood(
         if not is_int(value) or value < 1:
             raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
     config = model_config(model)
-    mask_token_id = resolve_mask_token_id(model, mask_token_id)
+    mask_token_id = resolve_mask_token_id(mask_token_id, config)
     check_token_ids(input_ids, config.vocab_size)
     maskable = maskable_positions(input_ids, attention_mask, loss_mask)
     real = maskable_positions(input_ids, attention_mask, None)

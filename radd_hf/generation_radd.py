@@ -18,7 +18,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file, logging
 
-from .checks_radd import check_mask, check_token_ids, is_int
+from .checks_radd import check_mask, check_token_ids, is_int, resolve_mask_token_id
 from .generation_config_radd import RADDGenerationConfig, merge_options
 from .noise_schedule_radd import NoiseSchedule, get_noise_schedule, uniform_time_grid
 from .token_draw_radd import TokenDraw, row_generators
@@ -175,15 +175,8 @@ class DiffusionGenerationMixin:
         if order is not None and not torch.is_tensor(order):
             kwargs["order"], order = order, None
         options = merge_options(getattr(self, "generation_config", None), generation_config, kwargs)
-        mask_token_id = options.mask_token_id
-        if mask_token_id is None:
-            mask_token_id = getattr(self.config, "mask_token_id", None)
+        mask_token_id = resolve_mask_token_id(options.mask_token_id, self.config)
         reject_ids_outside("suppress_tokens", options.suppress_tokens or (), self.config.vocab_size)
-        if mask_token_id is None or mask_token_id >= self.config.vocab_size:
-            raise ValueError(
-                f"`mask_token_id` must be an id below vocab_size={self.config.vocab_size}, given as an option or in "
-                f"the model's config, got {mask_token_id}."
-            )
         # 2. canvas
         canvas, attention_mask = prepare_canvas(
             input_ids, attention_mask, options, mask_token_id, self.config, batch_size, self.device

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .checks_radd import check_mask, check_token_ids, is_int, is_number
+from .checks_radd import check_mask, check_token_ids, is_number, resolve_mask_token_id
 from .configuration_radd import LOSS_TYPES
 from .forward_process import draw_unit, mask_exactly, mask_tokens
 from .noise_schedule_radd import NoiseSchedule, get_noise_schedule
@@ -171,8 +171,8 @@ def diffusion_loss_terms(
     check_loss_type(loss_type)
     if not is_number(time_eps) or not 0 <= time_eps < 1:
         raise ValueError(f"`time_eps` must be in [0, 1), got {time_eps!r}.")
-    mask_token_id = resolve_mask_token_id(model, mask_token_id)
     config = model_config(model)
+    mask_token_id = resolve_mask_token_id(mask_token_id, config)
     check_token_ids(input_ids, config.vocab_size)
     maskable = maskable_positions(input_ids, attention_mask, loss_mask)
     if bool((maskable & (input_ids == mask_token_id)).any()):
@@ -258,20 +258,6 @@ def check_loss_type(loss_type: str):
 def model_config(model: nn.Module):
     """The config of a model, also where DistributedDataParallel keeps it one level down."""
     return getattr(model, "module", model).config
-
-
-def resolve_mask_token_id(model: nn.Module, mask_token_id: int | None) -> int:
-    """`mask_token_id`, or the model config's; a ValueError where neither is an id of the vocabulary."""
-    config = model_config(model)
-    if mask_token_id is None:
-        mask_token_id = getattr(config, "mask_token_id", None)
-    vocab_size = config.vocab_size
-    if not is_int(mask_token_id) or not 0 <= mask_token_id < vocab_size:
-        raise ValueError(
-            f"`mask_token_id` must be an id in [0, vocab_size={vocab_size}), given or in the model's config, got "
-            f"{mask_token_id!r}."
-        )
-    return mask_token_id
 
 
 def maskable_positions(

@@ -788,7 +788,7 @@ def test_no_gradients_are_kept(model: RADDForMaskedDiffusion):
         ({"do_sample": "yes"}, r"`do_sample` must be True or False, got 'yes'"),
         ({"suppress_tokens": ["a"]}, r"`suppress_tokens` must be a list of token ids"),
         ({"suppress_tokens": [0, 2, 3]}, r"`suppress_tokens`, `logits_processor` or the model leave no token to draw"),
-        ({"mask_token_id": 4}, r"`mask_token_id` must be an id below vocab_size=4, .* got 4"),
+        ({"mask_token_id": 4}, r"`mask_token_id` must be an id in \[0, vocab_size=4\), .* got 4"),
         ({"mask_token_id": -1}, r"`mask_token_id` must be None or an integer of at least 0, got -1"),
         ({"attention_mask": torch.ones(1, 4)}, r"`attention_mask` must have the shape .* \(2, 3\), got \(1, 4\)"),
         ({"attention_mask": torch.ones(2, 1, 3, 3)}, r"`attention_mask` must have the shape"),

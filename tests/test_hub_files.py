@@ -29,6 +29,7 @@ from radd_hf import InfillingPipeline, RADDConfig, RADDForMaskedDiffusion, RADDG
 
 PACKAGE = Path(radd_hf.__file__).parent
 SHIPPED = {
+    "attention_radd.py",
     "checks_radd.py",
     "configuration_radd.py",
     "generation_config_radd.py",
@@ -190,7 +191,9 @@ def test_shipped_files_import_only_what_is_there_without_the_package(name):
             tops = {node.module.partition(".")[0]}
         else:
             continue
-        assert tops <= {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}, f"line {node.lineno}: {tops}"
+        assert tops <= {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}, (
+            f"line {node.lineno}: {tops}"
+        )
     assert {f"{module}.py" for module in siblings} <= SHIPPED
     # transformers finds imports by a regular expression: it must see the same ones, none in a docstring
     assert set(get_relative_imports(path)) == siblings
