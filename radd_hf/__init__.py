@@ -9,7 +9,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from .configuration_radd import RADDConfig
 from .evaluation import estimate_likelihood
 from .generation_config_radd import RADDGenerationConfig
-from .generation_radd import RADDGenerationOutput
+from .generation_radd import RADDGenerationOutput, diffusion_generate
 from .losses import diffusion_loss
 from .modeling_radd import RADDForMaskedDiffusion, RADDModel
 from .noise_schedule_radd import (
@@ -41,6 +41,7 @@ __all__ = [
     "RADDModel",
     "RADDTrainer",
     "RADDTrainingArguments",
+    "diffusion_generate",
     "diffusion_loss",
     "estimate_likelihood",
     "expected_nfe",

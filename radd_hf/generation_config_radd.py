@@ -4,9 +4,12 @@
 from transformers import GenerationConfig
 
 from .checks_radd import is_int, is_number
-from .noise_schedule_radd import check_num_steps
+from .noise_schedule_radd import check_num_steps, check_time_grid
 
-ALGORITHMS = ("tweedie", "euler", "any_order")
+TIMED_ALGORITHMS = ("tweedie", "euler")
+ADAPTIVE_ALGORITHMS = ("confidence", "entropy", "margin")
+ALGORITHMS = (*TIMED_ALGORITHMS, "any_order", *ADAPTIVE_ALGORITHMS)
+REMASKING = ("cap", "rescale")
 ORDERS = ("random", "forward", "backward")
 SAMPLING_DTYPES = ("float64", "float32")
 MIN_TEMPERATURE = 1e-6  # below, float32 logits divided by it overflow
@@ -15,11 +18,20 @@ MIN_TEMPERATURE = 1e-6  # below, float32 logits divided by it overflow
 _OWN_OPTIONS = {
     "algorithm": "tweedie",
     "num_steps": None,
+    "times": None,
+    "tokens_per_step": None,
+    "confidence_threshold": None,
+    "entropy_bound": None,
+    "block_length": None,
+    "remasking": None,
+    "remasking_strength": 0.0,
     "order": "random",
     "sampling_dtype": "float64",
     "chunk_size": 256,
     "mask_token_id": None,
     "output_history": False,
+    "output_log_probs": False,
+    "trim_at_eos": False,
     "progress_bar": False,
 }
 # Options of GenerationConfig that mean the same here, with our defaults.
@@ -52,9 +64,24 @@ class RADDGenerationConfig(GenerationConfig):
     Args:
         algorithm (`str`, *optional*, defaults to `"tweedie"`):
             "tweedie" or "euler": each position's step is drawn from the reveal distribution of the model's noise
-            schedule on the grid t_k = k / `num_steps`. "any_order": positions are revealed in `order`.
-        num_steps (`int`, *optional*): Steps n of the grid; for "any_order" ceil(l / n) positions are revealed a pass.
-            `None` is the limit: one position a pass, l passes.
+            schedule on the grid t_k = k / `num_steps`, or `times`. "any_order": positions are revealed in `order`.
+            These sample the law of their step-by-step definition exactly. "confidence", "entropy" and "margin" reveal
+            where the network is surest (largest probability, lowest entropy, largest lead of the first token over
+            the second, after the processors and before noise is added): better single texts, another law.
+        num_steps (`int`, *optional*): Steps n of the grid; else ceil(l / n) positions are revealed a pass. `None` is
+            the limit: one position a pass, l passes.
+        times (`list[float]`, *optional*): Grid t_0 < ... < t_n in [0, 1] of "tweedie" and "euler" instead.
+        tokens_per_step (`int`, *optional*): Positions revealed a pass by the other algorithms, instead of `num_steps`.
+        confidence_threshold (`float`, *optional*): "confidence" also reveals every position with at least this
+            probability.
+        entropy_bound (`float`, *optional*): "entropy" also reveals the k surest positions while the sum of their
+            entropies less the largest, which bounds their mutual information, is at most this many nats
+            (Ben-Hamu et al. 2025, arXiv 2505.24857).
+        block_length (`int`, *optional*): Fill the text block by block, this many tokens each, counted from the first
+            mask; for all algorithms but "tweedie" and "euler".
+        remasking (`str`, *optional*): "cap" or "rescale": "tweedie" masks revealed tokens again and redraws them
+            (ReMDM, Wang et al. 2025, arXiv 2503.00307); needs a grid. Given tokens are never masked.
+        remasking_strength (`float`, *optional*, defaults to 0.0): eta in [0, 1]; 0 is plain "tweedie".
         order (`str` or `list[int]`, *optional*, defaults to `"random"`): For "any_order": "random", "forward",
             "backward" or a list of positions (columns of the canvas); fixed positions are skipped.
         use_cache (`bool`, *optional*, defaults to `True`): Skip the network in steps that reveal nothing. `False`
@@ -71,6 +98,9 @@ class RADDGenerationConfig(GenerationConfig):
         num_return_sequences (`int`, *optional*, defaults to 1): Independent samples for each row.
         return_dict_in_generate (`bool`, *optional*, defaults to `False`): Return a `RADDGenerationOutput`.
         output_history (`bool`, *optional*, defaults to `False`): Record the sequences after each pass.
+        output_log_probs (`bool`, *optional*, defaults to `False`): Return the log-probability of each drawn token.
+        trim_at_eos (`bool`, *optional*, defaults to `False`): Pad what follows the first `eos_token_id` in the masks
+            at the end of a row, and return `lengths`.
         progress_bar (`bool`, *optional*, defaults to `False`): Show forward passes with tqdm.
         mask_token_id (`int`, *optional*): Defaults to the model config's.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special ids; padding fills the left of rows of
@@ -85,6 +115,8 @@ class RADDGenerationConfig(GenerationConfig):
         for name, default in _OWN_OPTIONS.items():
             value = kwargs.pop(name, None)
             setattr(self, name, default if value is None else value)
+        if hasattr(self.times, "tolist"):
+            self.times = self.times.tolist()
         super().__init__(**{**_SHARED_OPTIONS, **{k: v for k, v in kwargs.items() if v is not None}})
 
     @classmethod
@@ -102,13 +134,19 @@ class RADDGenerationConfig(GenerationConfig):
         if not (isinstance(self.order, (list, tuple)) and all(is_int(i) for i in self.order)):
             if not isinstance(self.order, str) or self.order not in ORDERS:
                 raise ValueError(f"`order` must be one of {list(ORDERS)} or a list of positions, got {self.order!r}.")
-        if self.num_steps is not None:
-            check_num_steps(self.num_steps)
+        self._check_reveals()
         for name, lowest in (("num_return_sequences", 1), ("chunk_size", 1)):
             value = getattr(self, name)
             if not is_int(value) or value < lowest:
                 raise ValueError(f"`{name}` must be an integer of at least {lowest}, got {value!r}.")
-        for name, lowest in (("max_length", 1), ("max_new_tokens", 0), ("mask_token_id", 0), ("top_k", 1)):
+        for name, lowest in (
+            ("max_length", 1),
+            ("max_new_tokens", 0),
+            ("mask_token_id", 0),
+            ("top_k", 1),
+            ("tokens_per_step", 1),
+            ("block_length", 1),
+        ):
             value = getattr(self, name)
             if value is not None and (not is_int(value) or value < lowest):
                 raise ValueError(f"`{name}` must be None or an integer of at least {lowest}, got {value!r}.")
@@ -118,6 +156,9 @@ class RADDGenerationConfig(GenerationConfig):
             ("min_p", 0.0, 1.0, False),
             ("typical_p", 0.0, 1.0, True),
             ("repetition_penalty", 0.0, float("inf"), True),
+            ("confidence_threshold", 0.0, 1.0, True),
+            ("entropy_bound", 0.0, float("inf"), False),
+            ("remasking_strength", 0.0, 1.0, False),
         ):
             value = getattr(self, name)
             if value is None:
@@ -132,9 +173,51 @@ class RADDGenerationConfig(GenerationConfig):
         suppress = self.suppress_tokens
         if suppress is not None and not (isinstance(suppress, (list, tuple)) and all(is_int(i) for i in suppress)):
             raise ValueError(f"`suppress_tokens` must be a list of token ids, got {suppress!r}.")
-        for name in ("do_sample", "use_cache", "return_dict_in_generate", "output_history", "progress_bar"):
+        for name in (
+            "do_sample",
+            "use_cache",
+            "return_dict_in_generate",
+            "output_history",
+            "output_log_probs",
+            "trim_at_eos",
+            "progress_bar",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
+
+    def _check_reveals(self):
+        """What decides how many positions are revealed when: each option alone, and no two that contradict."""
+        if self.num_steps is not None:
+            check_num_steps(self.num_steps)
+        if self.times is not None:
+            grid = check_time_grid(self.times)
+            if self.num_steps not in (None, len(grid) - 1):
+                raise ValueError(
+                    f"`num_steps` must be len(times) - 1 = {len(grid) - 1} or None, got {self.num_steps}."
+                )
+        if self.remasking is not None:
+            _check_choice("remasking", self.remasking, REMASKING)
+            if self.num_steps is None and self.times is None:
+                raise ValueError("`num_steps` or `times` must be given with `remasking`, which needs a grid.")
+        if self.tokens_per_step is not None and self.num_steps is not None:
+            raise ValueError("Only one of `num_steps` and `tokens_per_step` may be given.")
+        untimed = tuple(name for name in ALGORITHMS if name not in TIMED_ALGORITHMS)
+        for name, default, algorithms in (
+            ("times", None, TIMED_ALGORITHMS),
+            ("remasking", None, ("tweedie",)),
+            ("tokens_per_step", None, untimed),
+            ("block_length", None, untimed),
+            ("confidence_threshold", None, ("confidence",)),
+            ("entropy_bound", None, ("entropy",)),
+        ):
+            if getattr(self, name) != default and self.algorithm not in algorithms:
+                raise ValueError(
+                    f"`{name}` must be left out with algorithm={self.algorithm!r}: it is for {list(algorithms)}."
+                )
+        if self.remasking_strength and self.remasking is None:
+            raise ValueError(
+                f"`remasking` must be one of {list(REMASKING)} where `remasking_strength` is given, got None."
+            )
 
     @property
     def is_greedy(self) -> bool:

@@ -5,7 +5,6 @@ Shapes: B batch, L length, D width, V vocabulary (mask column included), K kept 
 N kept positions in all.
 """
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -282,13 +281,15 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
         logits[..., self.config.mask_token_id] = float("-inf")
         return logits
 
-    def _revealed_logits(
-        self, ids: torch.LongTensor, attention_mask: torch.Tensor | None, reveal: torch.BoolTensor, chunk_size: int
-    ) -> Iterator[torch.Tensor]:
-        """As in the mixin, with the output layer run at revealed positions alone, a chunk at a time."""
-        hidden_states = self.model(input_ids=ids, attention_mask=attention_mask, keep_mask=reveal).last_hidden_state
-        for chunk in hidden_states.split(chunk_size) if len(hidden_states) else ():
-            yield self.compute_logits(chunk)
+    def _reveal_states(
+        self, ids: torch.LongTensor, attention_mask: torch.Tensor | None, reveal: torch.BoolTensor
+    ) -> torch.Tensor:
+        """As in the mixin: final hidden states (N, D), so that the output layer runs where it is needed, in chunks."""
+        return self.model(input_ids=ids, attention_mask=attention_mask, keep_mask=reveal).last_hidden_state
+
+    def _state_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """As in the mixin: the output layer, (n, D) -> (n, V)."""
+        return self.compute_logits(states)
 
     @can_return_tuple
     def forward(

@@ -75,6 +75,10 @@ class NoiseSchedule(ABC):
         Returns:
             `torch.Tensor` of shape `(n,)`, float64: r_1, ..., r_n (r_n is the first step taken); the sum is 1.
         """
+        return first_reveal(self.unmask_probabilities(times, algorithm))
+
+    def unmask_probabilities(self, times: torch.Tensor, algorithm: str = "tweedie") -> torch.Tensor:
+        """psi_1, ..., psi_n of the steps of `reveal_distribution`, psi_1 := 1; float64 of shape (n,)."""
         times = check_time_grid(times)
         later, earlier = times[1:], times[:-1]
         if algorithm == "tweedie":
@@ -83,9 +87,33 @@ class NoiseSchedule(ABC):
             psi = self.euler_probability(later, earlier)
         else:
             raise ValueError(f"`algorithm` must be one of {list(TIME_GRID_ALGORITHMS)}, got {algorithm!r}.")
-        psi = torch.cat([psi.new_ones(1), psi[1:]])
-        still_masked = torch.cumprod((1 - psi).flip(0), 0).flip(0)  # entry k: prod_{j >= k} (1 - psi_j)
-        return psi * torch.cat([still_masked[1:], psi.new_ones(1)])
+        return torch.cat([psi.new_ones(1), psi[1:]])
+
+    def remdm_probabilities(
+        self, times: torch.Tensor, remasking: str, strength: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Unmask and remask probabilities of each step of ReMDM (Wang et al. 2025, arXiv 2503.00307), float64 (n,) both.
+
+        With alpha = 1 - lambda and the step from t to s, a revealed token is masked again with probability sigma_t and
+        a masked one is revealed with (alpha_s - (1 - sigma_t) alpha_t) / (1 - alpha_t), which keeps the marginals at
+        every time. sigma_t is at most sigma_max = min(1, (1 - alpha_s) / alpha_t); "cap" takes min(strength,
+        sigma_max), "rescale" strength sigma_max. The last step reveals what is left and masks nothing.
+        """
+        times = check_time_grid(times)
+        kept = 1 - self.mask_probability(times)  # alpha
+        later, earlier = kept[1:], kept[:-1]
+        largest = ((1 - earlier) / later).clamp(max=1.0)
+        sigma = largest.clamp(max=strength) if remasking == "cap" else strength * largest
+        psi = self.unmask_probabilities(times, "tweedie") + sigma * later / (1 - later)
+        first = torch.tensor([1.0], dtype=psi.dtype)
+        return torch.cat([first, psi[1:].clamp(max=1.0)]), torch.cat([torch.zeros_like(first), sigma[1:]])
+
+
+def first_reveal(psi: torch.Tensor) -> torch.Tensor:
+    """r_k = psi_k prod_{j > k} (1 - psi_j) for k = 1..n, step n being the first taken (paper, Eq. r_k); (n,)."""
+    still_masked = torch.cumprod((1 - psi).flip(0), 0).flip(0)  # entry k: prod_{j >= k} (1 - psi_j)
+    return psi * torch.cat([still_masked[1:], psi.new_ones(1)])
 
 
 class LogLinearNoise(NoiseSchedule):

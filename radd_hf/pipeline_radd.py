@@ -308,7 +308,9 @@ class InfillingPipeline(Pipeline):
         log_probs = torch.zeros(sequences.shape, dtype=torch.float32, device=ids.device)
         start, place = 0, free.nonzero()  # row-major
         with evaluation_mode(self.model):
-            for logits in self.model._revealed_logits(ids, attention_mask, free, options.chunk_size):
+            states = self.model._reveal_states(ids, attention_mask, free)
+            for part in states.split(options.chunk_size):
+                logits = self.model._state_logits(part)
                 row, column = place[start : start + len(logits)].unbind(-1)
                 logits[:, options.mask_token_id] = float("-inf")
                 each = torch.log_softmax(logits.float(), dim=-1)  # (n, V)

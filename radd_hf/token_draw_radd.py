@@ -39,21 +39,33 @@ class TokenDraw:
     ):
         self.greedy = options.is_greedy
         self.dtype = getattr(torch, options.sampling_dtype)
+        self.algorithm = options.algorithm
+        self.chunk_size = options.chunk_size
+        self.with_log_probs = options.output_log_probs
         self.mask_token_id = mask_token_id
         self.processors = build_logits_processors(options, logits_processor, device)
         self.reads_ids = len(self.processors) > 0
         self._all_valid = torch.ones((), dtype=torch.bool, device=device)
 
+    def scores(self, ids: torch.LongTensor | None, logits: torch.Tensor) -> torch.Tensor:
+        """Processed logits (N, V), -inf at the mask token: their softmax is the law of the draw."""
+        logits[:, self.mask_token_id] = float("-inf")
+        if not self.processors:
+            return logits
+        # processors see no mask token as text; -inf columns stay so
+        scores = self.processors(ids, logits.float())
+        scores[:, self.mask_token_id] = float("-inf")
+        return scores
+
     def __call__(
         self, ids: torch.LongTensor | None, logits: torch.Tensor, generators: list[torch.Generator]
-    ) -> torch.LongTensor:
-        """Tokens (N,) for logits (N, V); `generators` has one entry a position, `ids` (N, L) is its canvas."""
-        logits[:, self.mask_token_id] = float("-inf")
-        scores = logits
-        if self.processors:
-            # processors see no mask token as text; -inf columns stay so
-            scores = self.processors(ids, logits.float())
-            scores[:, self.mask_token_id] = float("-inf")
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """
+        Tokens (N,) for logits (N, V), and their log-probabilities (N,) float32 if `output_log_probs`.
+
+        `generators` has one entry a position, `ids` (N, L) is the canvas of each.
+        """
+        scores = law = self.scores(ids, logits)
         if not self.greedy:
             noise = torch.empty(scores.shape, dtype=self.dtype, device=generators[0].device)
             for one, generator in zip(noise, generators, strict=True):  # a call a position: chunks change nothing
@@ -62,7 +74,18 @@ class TokenDraw:
             scores[:, self.mask_token_id] = float("-inf")
         best, token = scores.max(dim=-1)
         self._all_valid &= (best > float("-inf")).all()
-        return token
+        if not self.with_log_probs:
+            return token, None
+        law = law.float()
+        return token, law.gather(-1, token[:, None])[:, 0] - law.logsumexp(-1)
+
+    def certainty(self, ids: torch.LongTensor | None, logits: torch.Tensor) -> torch.Tensor:
+        """How sure the law of the draw is at each position, (N,) float32: see `AdaptiveReveals`."""
+        log_probs = torch.log_softmax(self.scores(ids, logits).float(), dim=-1)
+        if self.algorithm == "entropy":
+            return torch.special.entr(log_probs.exp_()).sum(-1).neg()
+        best = log_probs.topk(2, dim=-1).values.exp()
+        return best[:, 0] if self.algorithm == "confidence" else best[:, 0] - best[:, 1]
 
     def check(self):
         """Raise a ValueError if some position had no token to draw: every logit -inf or not a number."""

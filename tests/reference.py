@@ -508,6 +508,86 @@ def random_order_law(
     return result
 
 
+def remdm_law(
+    conditional: Conditional,
+    x: Sequence[int],
+    mask_token_id: int,
+    schedule: Schedule,
+    times: Sequence[float],
+    kind: str,
+    strength: float,
+) -> Law:
+    """The law of ReMDM ("cap" or "rescale"), state by state; the last step reveals what is left and masks nothing."""
+    free = masked_positions(x, mask_token_id)
+    law: Law = {tuple(x): 1.0}
+    for k in range(len(times) - 1, 0, -1):
+        alpha_t, alpha_s = (1.0 - schedule.mask_probability(t) for t in (times[k], times[k - 1]))
+        largest = min(1.0, (1.0 - alpha_s) / alpha_t)
+        sigma = min(strength, largest) if kind == "cap" else strength * largest
+        psi = (alpha_s - (1.0 - sigma) * alpha_t) / (1.0 - alpha_t)
+        if k == 1:
+            sigma, psi = 0.0, 1.0
+        result: Law = {}
+        for state, probability in law.items():
+            shown = [i for i in free if state[i] != mask_token_id]
+            revealed_law = reverse_step({state: probability}, conditional, min(1.0, psi), mask_token_id)
+            for again in all_masks(shown):
+                chance = sigma ** len(again) * (1.0 - sigma) ** (len(shown) - len(again))
+                if chance > 0.0:
+                    for y, q in revealed_law.items():
+                        z = tuple(mask_token_id if i in again else token for i, token in enumerate(y))
+                        result[z] = result.get(z, 0.0) + q * chance
+        law = result
+    return law
+
+
+def certainty(probabilities: Sequence[float], measure: str) -> float:
+    """How sure a distribution is: its largest probability, minus its entropy, or the lead of its first entry."""
+    if measure == "confidence":
+        return max(probabilities)
+    if measure == "entropy":
+        return sum(p * math.log(p) for p in probabilities if p > 0.0)
+    first, second = sorted(probabilities, reverse=True)[:2]
+    return first - second
+
+
+def adaptive_law(
+    conditional: Conditional,
+    x: Sequence[int],
+    mask_token_id: int,
+    measure: str,
+    *,
+    each: int = 1,
+    threshold: float | None = None,
+    bound: float | None = None,
+    block_length: int | None = None,
+) -> Law:
+    """The law of a sampler that reveals the surest `each` masks a pass, and all that `threshold` or `bound` allow."""
+    law: Law = {tuple(x): 1.0}
+    start = masked_positions(x, mask_token_id)[0]
+    while any(masked_positions(state, mask_token_id) for state in law):
+        result: Law = {}
+        for state, probability in law.items():
+            hidden = masked_positions(state, mask_token_id)
+            if block_length is not None and hidden:
+                current = min((i - start) // block_length for i in hidden)
+                hidden = [i for i in hidden if (i - start) // block_length == current]
+            rows = conditional(state)
+            sure = {i: certainty([float(p) for p in rows[i]], measure) for i in hidden}
+            ranked = sorted(hidden, key=lambda i: (-sure[i], i))
+            number = min(each, len(ranked))
+            for k in range(number + 1, len(ranked) + 1):
+                entropies = [-sure[i] for i in ranked[:k]]
+                if threshold is not None and sure[ranked[k - 1]] >= threshold:
+                    number = k
+                if bound is not None and sum(entropies) - max(entropies) <= bound:
+                    number = k
+            for y, q in fill({state: probability}, conditional, sorted(ranked[:number]), mask_token_id).items():
+                result[y] = result.get(y, 0.0) + q
+        law = result
+    return law
+
+
 def total_variation(first: Mapping[State, float], second: Mapping[State, float]) -> float:
     """Half the sum of absolute differences of two laws."""
     return 0.5 * sum(abs(first.get(x, 0.0) - second.get(x, 0.0)) for x in set(first) | set(second))

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import reference as ref
@@ -201,10 +201,11 @@ def test_reveal_steps_follow_the_reveal_distribution(algorithm: str, schedule: s
     free = torch.ones(2, 15_000, dtype=torch.bool)
     free[0, ::3] = False
     plan = draw_reveal_plan(free, options, get_noise_schedule(schedule), [seeded(1), seeded(2)])
-    assert torch.equal(plan.event >= 0, free)
+    assert plan.event.shape == (1, *free.shape)
+    assert torch.equal(plan.event[0] >= 0, free)
     r = ref.reveal_distribution(ref.Schedule(schedule), algorithm, ref.uniform_grid(6))
     law = {(step,): p for step, p in enumerate(reversed(r))}  # event 0 is the step from t_n
-    assert ref.chi_square_p_value(Counter((step,) for step in plan.event[free].tolist()), law) > P_VALUE
+    assert ref.chi_square_p_value(Counter((step,) for step in plan.event[0][free].tolist()), law) > P_VALUE
 
 
 def test_cached_plan_drops_empty_steps_only():
@@ -218,8 +219,8 @@ def test_cached_plan_drops_empty_steps_only():
     assert cached.nfe[3] == full.nfe[3] == 0
     assert (full.nfe[free.any(-1)] == 7).all()
     for row in free.any(-1).nonzero()[:, 0].tolist():
-        steps, rank = full.event[row][free[row]].unique(return_inverse=True)
-        assert torch.equal(cached.event[row][free[row]], rank)
+        steps, rank = full.event[0, row][free[row]].unique(return_inverse=True)
+        assert torch.equal(cached.event[0, row][free[row]], rank)
         assert cached.nfe[row] == len(steps)
 
 
@@ -584,17 +585,23 @@ def test_output_type(wide_model: RADDForMaskedDiffusion):
     assert isinstance(out, RADDGenerationOutput) and torch.is_tensor(out.sequences)
 
 
-def test_progress_bar_counts_passes(wide_model: RADDForMaskedDiffusion, monkeypatch: pytest.MonkeyPatch):
-    calls = []
+@pytest.mark.parametrize(("algorithm", "total"), [("tweedie", 6), ("confidence", None)])
+def test_progress_bar_counts_passes(
+    wide_model: RADDForMaskedDiffusion, monkeypatch: pytest.MonkeyPatch, algorithm: str, total: int | None
+):
+    bars = []
 
-    def tqdm(items, **kwargs) -> Iterator:
-        calls.append((len(items), kwargs["disable"]))
-        return iter(items)
+    def tqdm(**kwargs) -> transformers.utils.logging.EmptyTqdm:
+        bar = transformers.utils.logging.EmptyTqdm()
+        bar.total, bar.disable, bar.updates = kwargs["total"], kwargs["disable"], 0
+        bar.update = lambda: setattr(bar, "updates", bar.updates + 1)
+        bars.append(bar)
+        return bar
 
     monkeypatch.setattr(generation_radd.logging, "tqdm", tqdm)
-    wide_model.diffusion_generate(torch.full((1, 6), 4))
-    wide_model.diffusion_generate(torch.full((1, 6), 4), progress_bar=True)
-    assert calls == [(6, True), (6, False)]
+    wide_model.diffusion_generate(torch.full((1, 6), 4), algorithm=algorithm)
+    wide_model.diffusion_generate(torch.full((1, 6), 4), algorithm=algorithm, progress_bar=True)
+    assert [(bar.total, bar.disable, bar.updates) for bar in bars] == [(total, True, 6), (total, False, 6)]
 
 
 def test_chunks_bound_the_logits_and_change_nothing(
@@ -773,7 +780,10 @@ def test_no_gradients_are_kept(model: RADDForMaskedDiffusion):
     [
         ({"num_step": 4}, r"Unknown generation option\(s\) \['num_step'\]; valid options: .*'num_steps'.*'top_p'"),
         ({"num_beams": 4}, r"Unknown generation option\(s\) \['num_beams'\]"),
-        ({"algorithm": "ddim"}, r"`algorithm` must be one of \['tweedie', 'euler', 'any_order'\], got 'ddim'"),
+        (
+            {"algorithm": "ddim"},
+            r"`algorithm` must be one of \['tweedie', 'euler', 'any_order', 'confidence', .*\], got 'ddim'",
+        ),
         ({"order": "left"}, r"`order` must be one of \['random', 'forward', 'backward'\] or a list .*, got 'left'"),
         ({"sampling_dtype": "float16"}, r"`sampling_dtype` must be one of \['float64', 'float32'\], got 'float16'"),
         ({"num_steps": 0}, r"`num_steps` must be a positive integer or None, got 0"),

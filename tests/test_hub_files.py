@@ -30,12 +30,14 @@ from radd_hf import InfillingPipeline, RADDConfig, RADDForMaskedDiffusion, RADDG
 PACKAGE = Path(radd_hf.__file__).parent
 SHIPPED = {
     "attention_radd.py",
+    "canvas_radd.py",
     "checks_radd.py",
     "configuration_radd.py",
     "generation_config_radd.py",
     "generation_radd.py",
     "modeling_radd.py",
     "noise_schedule_radd.py",
+    "reveal_plan_radd.py",
     "pipeline_radd.py",
     "token_draw_radd.py",
 }

@@ -225,7 +225,7 @@ def test_a_model_that_copies_fills_by_the_context():
 
 def test_without_a_mask_the_text_comes_back_with_a_warning(pipe, monkeypatch):
     monkeypatch.setattr(type(pipe.model), "forward", None)
-    monkeypatch.setattr(pipe.model, "_revealed_logits", None)
+    monkeypatch.setattr(pipe.model, "_reveal_states", None)
     for text in ("No mask  here", "", " "):
         with pytest.warns(UserWarning, match="No mask in input"):
             assert pipe(text) == {"text": text, "infills": [], "score": 0.0, "nfe": 0}
@@ -366,9 +366,9 @@ def test_score_is_the_mean_field_log_probability_and_sorts_the_candidates(pipe):
 
 
 def test_score_costs_one_pass_a_batch_and_is_not_in_nfe(pipe, monkeypatch):
-    calls, original = [], type(pipe.model)._revealed_logits
+    calls, original = [], type(pipe.model)._reveal_states
     monkeypatch.setattr(
-        type(pipe.model), "_revealed_logits", lambda self, *args: calls.append(1) or original(self, *args)
+        type(pipe.model), "_reveal_states", lambda self, *args: calls.append(1) or original(self, *args)
     )
     answers = pipe([TEXTS[2], TEXTS[1]], num_return_sequences=2, seed=0)
     assert [[one["nfe"] for one in answer] for answer in answers] == [[3, 3], [1, 1]]
