@@ -74,8 +74,10 @@ def load_tokenizer(script: ScriptArguments, source: str | None, text: str):
     return AutoTokenizer.from_pretrained(script.tokenizer)
 
 
-def load_model(script: ScriptArguments, tokenizer) -> RADDForMaskedDiffusion:
-    """The checkpoint, or a new network for the tokenizer."""
+def load_model(script: ScriptArguments, resumed: str | None, tokenizer) -> RADDForMaskedDiffusion:
+    """A network of the sizes of the run to resume, the checkpoint to start from, or a new one for the tokenizer."""
+    if resumed is not None:
+        return RADDForMaskedDiffusion(RADDConfig.from_pretrained(resumed))  # the trainer loads its weights
     if script.model_name_or_path is not None:
         return RADDForMaskedDiffusion.from_pretrained(script.model_name_or_path)
     if tokenizer.mask_token_id is None:
@@ -106,13 +108,14 @@ def main(arguments: list[str]):
     set_seed(args.seed)
     text = Path(script.train_file).read_text(encoding="utf-8")
     tokenizer = load_tokenizer(script, args.resume_from_checkpoint or script.model_name_or_path, text)
+    tokenizer.model_max_length = script.block_size
     train = BlockDataset(text_blocks(tokenizer, text, script.block_size))
     validation = None
     if script.validation_file is not None:
         held_out = Path(script.validation_file).read_text(encoding="utf-8")
         validation = BlockDataset(text_blocks(tokenizer, held_out, script.block_size))
     trainer = CurriculumTrainer(
-        load_model(script, tokenizer),
+        load_model(script, args.resume_from_checkpoint, tokenizer),
         args,
         curriculum_steps=script.curriculum_steps,
         train_dataset=train,

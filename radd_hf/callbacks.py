@@ -25,8 +25,16 @@ class EMACallback(TrainerCallback):
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
+        self.start(model)
+
+    def start(self, model: nn.Module):
+        """Forget the past: the average is that of the model's weights now."""
         self.num_updates = 0
         self.average = {n: p.detach().float().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+    def on_train_begin(self, args, state, control, model: nn.Module | None = None, **kwargs):
+        if state.global_step == 0:  # not resumed: train() was called again, or the model was made anew
+            self.start(model)
 
     def on_optimizer_step(self, args, state, control, model: nn.Module | None = None, **kwargs):
         self.num_updates += 1

@@ -123,7 +123,7 @@ def reject_ids_outside(name: str, ids, vocab_size: int):
 
 def check_order(order, shape: torch.Size, algorithm: str) -> torch.LongTensor | None:
     """A given order as a CPU tensor (B, L'), or `None` for a named one."""
-    if isinstance(order, str):
+    if isinstance(order, str) and (order == "random" or algorithm == "any_order"):
         return None
     if algorithm != "any_order":
         raise ValueError(f"`order` must be left at its default unless algorithm='any_order', got {algorithm!r}.")

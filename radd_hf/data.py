@@ -1,7 +1,7 @@
 # Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
 """Text to fixed blocks of tokens, the collator that pads what is not in blocks, and small tokenizers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,8 @@ class MaskedDiffusionCollator:
     pad_token_id: int = 0
 
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
+        if not all(isinstance(example, Mapping) and "input_ids" in example for example in examples):
+            raise ValueError(f"Examples must be dicts with `input_ids`, got {type(examples[0]).__name__}.")
         rows = [torch.as_tensor(example["input_ids"], dtype=torch.long) for example in examples]
         batch = {"input_ids": _pad(rows, self.pad_token_id)}
         ragged = len({len(row) for row in rows}) > 1

@@ -126,7 +126,7 @@ class DiffusionGenerationMixin:
         if attention_mask is not None:
             free &= attention_mask.bool()
         if not bool(free.any()):
-            warnings.warn("No mask token in `input_ids`: nothing to fill, it is returned as it came.", stacklevel=2)
+            warnings.warn("No mask token in `input_ids`: nothing to fill, it is returned as it came.", stacklevel=3)
         # 3. plan
         generators = row_generators(len(canvas), seed, generator, self.device)
         block = block_index(free, attention_mask, options.block_length)

@@ -7,6 +7,7 @@ Shapes: B texts of a batch, R candidates a text, L length, n positions of a chun
 import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from string import whitespace
 
 import torch
 from transformers import Pipeline
@@ -82,6 +83,7 @@ class InfillingPipeline(Pipeline):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self._dropped: dict[str, bool] = {}  # characters seen so far: whether the tokenizer skips them
         own = getattr(self.tokenizer, "mask_token_id", None)
         if own is None:
             raise ValueError(f"`tokenizer` must have a mask token, got {type(self.tokenizer).__name__} without one.")
@@ -214,24 +216,27 @@ class InfillingPipeline(Pipeline):
 
     def _warn_of_lost_text(self, text: str, parse_mask: bool):
         """Warn where the tokenizer skips characters or has no token for them: the answer cannot repeat them."""
-        if not self.tokenizer.is_fast or not text.strip():
-            return
-        encoding = self.tokenizer(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=not parse_mask,
-            truncation=False,
-            return_offsets_mapping=True,
-        )
-        kept = set()
-        for token, (start, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
-            if token != self.tokenizer.unk_token_id:
-                kept.update(range(start, end))
-        lost = sorted({c for i, c in enumerate(text) if i not in kept and not c.isspace()})
+        for character in set(text) - self._dropped.keys():
+            ids = self._encode(character, False)
+            broken = not ids or (character != "\ufffd" and "\ufffd" in self._decode(ids))  # a byte of it is unknown
+            self._dropped[character] = character not in whitespace and broken
+        lost = {character for character in text if self._dropped[character]}
+        unknown = self.tokenizer.unk_token_id
+        if unknown is not None and self.tokenizer.is_fast:
+            encoding = self.tokenizer(
+                text,
+                add_special_tokens=False,
+                split_special_tokens=not parse_mask,
+                truncation=False,
+                return_offsets_mapping=True,
+            )
+            spans = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
+            lost |= {text[start:end] for token, (start, end) in spans if token == unknown}
+        lost -= {self.tokenizer.unk_token}
         if lost:
             warnings.warn(
-                f"The tokenizer has no token for the character(s) {lost[:10]}: the model does not see them and the "
-                f"answer does not repeat them, in {text[:60]!r}.",
+                f"The tokenizer has no token for {sorted(lost)[:10]}: the model does not see them and the answer does "
+                f"not repeat them, in {text[:60]!r}.",
                 stacklevel=5,
             )
 

@@ -3,7 +3,8 @@
 
 import copy
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -30,12 +31,12 @@ class RADDTrainer(Trainer):
 
     Args:
         model (`PreTrainedModel`): The network.
-        args (`RADDTrainingArguments`): Training arguments.
+        args (`RADDTrainingArguments`, *optional*): Training arguments.
         data_collator (*optional*): Defaults to `MaskedDiffusionCollator`.
         kwargs: As for `Trainer`.
 
     Raises:
-        ValueError: A data set is empty.
+        ValueError: A data set is empty, or `args` are plain `TrainingArguments`.
     """
 
     def __init__(
@@ -43,11 +44,14 @@ class RADDTrainer(Trainer):
     ):
         for name in ("train_dataset", "eval_dataset"):
             _reject_empty(name, kwargs.get(name))
+        if args is None:
+            args = RADDTrainingArguments("tmp_trainer")
+        if not isinstance(args, RADDTrainingArguments):
+            raise ValueError(f"`args` must be RADDTrainingArguments or None, got {type(args).__name__}.")
         kwargs.setdefault("compute_metrics", likelihood_metrics)
         super().__init__(model, args, data_collator or MaskedDiffusionCollator(), **kwargs)
         self.model_accepts_loss_kwargs = False  # compute_loss returns a mean: accumulation has to divide it
-        if hasattr(self.model.config, "training_loss"):
-            self.model.config.training_loss = self.args.loss_type
+        self._record_loss(self.model)
         self.ema = EMACallback(self.model, self.args.ema_decay) if self.args.ema_decay else None
         if self.ema is not None:
             self.add_callback(self.ema)
@@ -86,10 +90,20 @@ class RADDTrainer(Trainer):
     def evaluate(self, eval_dataset=None, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate` on the averaged weights (if there are any), with the same noise every time."""
         _reject_empty("eval_dataset", eval_dataset)
-        self._eval_step = 0
-        averaged = nullcontext() if self.ema is None else self.ema.applied_to(self.model)
-        with averaged, torch.random.fork_rng(devices=[]):  # a data loader's start would shift dropout in training
+        with self._evaluation():
             return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def predict(self, test_dataset, *args, **kwargs):
+        """`Trainer.predict`, as `evaluate` does it: `predictions` are nats a sequence (B,), `label_ids` its tokens."""
+        _reject_empty("test_dataset", test_dataset)
+        with self._evaluation():
+            return super().predict(test_dataset, *args, **kwargs)
+
+    def call_model_init(self, trial=None) -> nn.Module:
+        """`Trainer.call_model_init`, and the loss is recorded in the new model's config."""
+        model = super().call_model_init(trial)
+        self._record_loss(model)
+        return model
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
         """Add `nll_per_token`, the mean since the last log over all processes."""
@@ -111,6 +125,18 @@ class RADDTrainer(Trainer):
         averaged = self.ema is not None and not _internal_call
         with self.ema.applied_to(self.model) if averaged else nullcontext():
             super().save_model(output_dir, _internal_call)
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        """Averaged weights, the same noise every time, and torch's generator as it was."""
+        self._eval_step = 0
+        averaged = nullcontext() if self.ema is None else self.ema.applied_to(self.model)
+        with averaged, torch.random.fork_rng(devices=[]):  # a data loader's start would shift dropout in training
+            yield
+
+    def _record_loss(self, model: nn.Module):
+        if hasattr(model.config, "training_loss"):
+            model.config.training_loss = self.args.loss_type
 
     def _save_checkpoint(self, model: nn.Module, trial):
         # first: neither an interrupted save nor the rotation at its end may leave weights without their average

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM
+from tokenizers import Tokenizer
+from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast, TrainingArguments
 
 from radd_hf import (
     GeometricNoise,
@@ -19,7 +20,7 @@ from radd_hf import (
     diffusion_loss,
     estimate_likelihood,
 )
-from radd_hf.data import bpe_tokenizer, character_tokenizer
+from radd_hf.data import MaskedDiffusionCollator, bpe_tokenizer, character_tokenizer
 from radd_hf.evaluation import perplexity
 from radd_hf.pipeline_radd import InfillingPipeline
 
@@ -51,6 +52,7 @@ def test_padding_by_the_mask_token_never_comes_out(model):
         ({"suppress_tokens": [99]}, r"`suppress_tokens` must hold ids in \[0, vocab_size=7\), got \[99\]"),
         ({"suppress_tokens": 3}, "`suppress_tokens` must be a list of token ids, got 3"),
         ({"attention_mask": [[1, 1, 1]] * 2}, "`attention_mask` must have the shape.*got list"),
+        ({"order": "forward"}, "`order` must be left at its default unless algorithm='any_order', got 'tweedie'"),
         ({"algorithm": "any_order", "order": torch.tensor([0.2, 1.7, 2.1])}, "`order` must hold integers"),
         ({"typical_p": 0.0}, r"`typical_p` must be None or a number in \(0.0, 1.0\], got 0.0"),
         ({"repetition_penalty": 0}, r"`repetition_penalty` must be None or a number in \(0.0, inf\), got 0"),
@@ -226,6 +228,10 @@ def test_the_trainer_refuses_what_its_figures_need(model, tmp_path: Path):
         RADDTrainingArguments(str(tmp_path), eval_do_concat_batches=False)
     with pytest.raises(ValueError, match=r"`ema_decay` must be in \[0, 1\), got '0.9'"):
         RADDTrainingArguments(str(tmp_path), ema_decay="0.9")
+    with pytest.raises(ValueError, match="`args` must be RADDTrainingArguments or None, got TrainingArguments"):
+        RADDTrainer(model, TrainingArguments(str(tmp_path), report_to=[]))
+    with pytest.raises(ValueError, match="Examples must be dicts with `input_ids`, got Tensor"):
+        MaskedDiffusionCollator()(list(torch.ones(2, 3)))
     trainer = RADDTrainer(model, RADDTrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
     with pytest.raises(ValueError, match="`eval_dataset` must have at least one example"):
         trainer.evaluate([])
@@ -239,8 +245,14 @@ def test_characters_without_a_token_are_named():
     characters = character_tokenizer(texts[0])
     assert characters.decode(characters("aé").input_ids) == "a<unk>"
     pipe = InfillingPipeline(RADDForMaskedDiffusion(RADDConfig(vocab_size=len(characters), **config)), characters)
-    with pytest.warns(UserWarning, match=r"no token for the character\(s\) \['é', '—'\]"):
+    with pytest.warns(UserWarning, match=r"no token for \['é', '—'\]"):
         pipe("a é[MASK] —t", seed=0)
+    partial = bpe_tokenizer(texts, 300)
+    bare = partial.backend_tokenizer.to_str().replace('"Ã":', '"never":')  # without the first byte of é
+    partial = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(bare), mask_token="[MASK]")
+    pipe = InfillingPipeline(RADDForMaskedDiffusion(RADDConfig(vocab_size=len(partial), **config)), partial)
+    with pytest.warns(UserWarning, match=r"no token for \['é'\]: .* in 'Héllo \[MASK\] there'"):
+        pipe("Héllo [MASK] there", seed=0)
     whole = bpe_tokenizer(texts, 300)
     pipe = InfillingPipeline(RADDForMaskedDiffusion(RADDConfig(vocab_size=len(whole), **config)), whole)
     with warnings.catch_warnings():

@@ -265,3 +265,27 @@ def test_the_average_is_on_disk_before_the_checkpoint_is_complete(tmp_path: Path
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert not (tmp_path / "checkpoint-2" / "trainer_state.json").exists()
+
+
+def test_training_again_starts_the_average_again(tmp_path: Path):
+    args = arguments(tmp_path, max_steps=3, ema_decay=0.5)
+    trainer = RADDTrainer(model_init=tiny_model, args=args, train_dataset=blocks(), eval_dataset=blocks(8))
+    figures = []
+    for _ in range(2):
+        trainer.train()
+        assert trainer.ema.num_updates == 3 and trainer.model.config.training_loss == args.loss_type
+        figures.append(trainer.evaluate()["eval_nll_per_token"])
+    assert figures[0] == figures[1]
+
+
+def test_predictions_are_those_of_the_average(tmp_path: Path):
+    args = arguments(tmp_path, max_steps=6, ema_decay=0.9, learning_rate=0.1)
+    trainer = RADDTrainer(tiny_model(), args, train_dataset=blocks(), eval_dataset=blocks(8))
+    trainer.train()
+    expected = trainer.evaluate()["eval_nll_per_token"]
+    for _ in range(2):
+        out = trainer.predict(blocks(8))
+        assert out.metrics["test_nll_per_token"] == expected
+        assert out.predictions.sum() / out.label_ids.sum() == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match="`test_dataset` must have at least one example"):
+        trainer.predict([])
