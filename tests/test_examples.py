@@ -125,6 +125,17 @@ def test_books_become_lines_and_a_held_out_part(tmp_path: Path, capsys: pytest.C
         prepare.main(["--source", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out")])
 
 
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its Python blocks as printed, with 2 training steps instead of 1,000."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block.replace("max_steps=1000", "max_steps=2"), "README.md", "exec"), {})
+    assert (tmp_path / "runs" / "mine" / "final" / "tokenizer.json").is_file()
+
+
 def test_shipped_checkpoint_has_its_stated_likelihood():
     """The card's held-out figure within 4 of the two estimates' errors, on the same blocks with other draws."""
     from transformers import AutoTokenizer
