@@ -136,6 +136,16 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert (tmp_path / "runs" / "mine" / "final" / "tokenizer.json").is_file()
 
 
+def test_the_figure_of_network_calls(tmp_path: Path):
+    """Six means of 64 rows each: below 4 standard errors, and a picture is written."""
+    pytest.importorskip("matplotlib")
+    worst = load_example("plot_nfe").main(
+        ["--output", str(tmp_path / "nfe.png"), "--steps", "8", "64", "--length", "32"]
+    )
+    assert 0 < worst < 4
+    assert (tmp_path / "nfe.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_shipped_checkpoint_has_its_stated_likelihood():
     """The card's held-out figure within 4 of the two estimates' errors, on the same blocks with other draws."""
     from transformers import AutoTokenizer
