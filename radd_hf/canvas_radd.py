@@ -92,9 +92,11 @@ def padding_token_id(options: RADDGenerationConfig, mask_token_id: int, config) 
     return pad
 
 
-def end_token_ids(options: RADDGenerationConfig, config) -> list[int] | None:
-    """The ids that end a text, from `options` or the model's config; `None` if there are none."""
+def end_token_ids(options: RADDGenerationConfig, config) -> list[int]:
+    """The ids that end a text, from `options` or the model's config; a ValueError if there are none."""
     ids = options.eos_token_id if options.eos_token_id is not None else getattr(config, "eos_token_id", None)
+    if ids is None:
+        raise ValueError("`eos_token_id` must be given, or in the model's config, with `trim_at_eos`, got None.")
     return [ids] if is_int(ids) else ids
 
 

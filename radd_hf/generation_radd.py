@@ -110,6 +110,7 @@ class DiffusionGenerationMixin:
             kwargs["order"], order = order, None
         options = merge_options(getattr(self, "generation_config", None), generation_config, kwargs)
         mask_token_id = resolve_mask_token_id(options.mask_token_id, self.config)
+        end = end_token_ids(options, self.config) if options.trim_at_eos else None
         reject_ids_outside("suppress_tokens", options.suppress_tokens or (), self.config.vocab_size)
         # 2. canvas
         canvas, attention_mask = prepare_canvas(
@@ -144,16 +145,14 @@ class DiffusionGenerationMixin:
             log_probs=torch.zeros(canvas.shape, device=canvas.device) if options.output_log_probs else None,
             history=[] if options.output_history else None,
         )
-        if options.trim_at_eos and end_token_ids(options, self.config) is None:
-            raise ValueError("`eos_token_id` must be given, or in the model's config, with `trim_at_eos`, got None.")
         with evaluation_mode(self):
             self._run_plan(output, free, attention_mask, plan, draw, generators, options, streamer)
         # 5. output
         output.nfe = plan.nfe
         output.forward_passes = int(plan.nfe.max()) if len(plan.nfe) else 0
-        if options.trim_at_eos:
+        if end is not None:
             pad = padding_token_id(options, mask_token_id, self.config)
-            output.lengths = trim_at_eos(canvas, free, attention_mask, end_token_ids(options, self.config), pad)
+            output.lengths = trim_at_eos(canvas, free, attention_mask, end, pad)
         return output if options.return_dict_in_generate else canvas
 
     def generate(self, *args, **kwargs) -> RADDGenerationOutput | torch.LongTensor:
