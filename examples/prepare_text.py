@@ -27,11 +27,11 @@ def normalize(text: str) -> str:
     return "\n".join(" ".join(part.split()) for part in (paragraphs if wrapped else lines)) + "\n"
 
 
-def split(text: str) -> tuple[str, str]:
+def split(name: str, text: str) -> tuple[str, str]:
     """The training part and the held-out part, cut at the end of a line."""
     cut = text.find("\n", int(len(text) * (1 - HELD_OUT_SHARE)), len(text) - 1) + 1
     if cut == 0:
-        raise ValueError("Every book must have more than one line in its last hundredth, got one without.")
+        raise ValueError(f"A book must have more than one line in its last hundredth, got {name} without.")
     return text[:cut], text[cut:]
 
 
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None):
     files = sorted(Path(args.source).glob("*.txt"))
     if not files:
         raise ValueError(f"`source` must be a folder with .txt files, got {args.source!r}.")
-    parts = [split(normalize(path.read_text(encoding="utf-8"))) for path in files]
+    parts = [split(path.name, normalize(path.read_text(encoding="utf-8"))) for path in files]
     out = Path(args.output_dir)
     out.mkdir(parents=True, exist_ok=True)
     train = "".join(part for part, _ in parts)

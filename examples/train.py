@@ -98,7 +98,8 @@ def load_model(script: ScriptArguments, resumed: str | None, tokenizer) -> RADDF
 def text_blocks(tokenizer, text: str, block_size: int) -> torch.LongTensor:
     """One document cut into blocks (number, block_size), tokenized line by line."""
     lines = text.splitlines(keepends=True)
-    ids = tokenizer(lines, add_special_tokens=False)["input_ids"]
+    # a special token that the text spells is text
+    ids = tokenizer(lines, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     return pack_blocks([[i for line in ids for i in line]], block_size, tokenizer.eos_token_id)
 
 
@@ -107,6 +108,8 @@ def main(arguments: list[str]):
     script, args = HfArgumentParser((ScriptArguments, RADDTrainingArguments)).parse_args_into_dataclasses(arguments)
     set_seed(args.seed)
     text = Path(script.train_file).read_text(encoding="utf-8")
+    if not text:
+        raise ValueError(f"`train_file` must not be empty, got {script.train_file!r}.")
     tokenizer = load_tokenizer(script, args.resume_from_checkpoint or script.model_name_or_path, text)
     tokenizer.model_max_length = script.block_size
     train = BlockDataset(text_blocks(tokenizer, text, script.block_size))

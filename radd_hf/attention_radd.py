@@ -26,6 +26,16 @@ class RADDRotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
+    def _apply(self, fn, recurse: bool = True):
+        """Moves as any module, but `model.half()` and the like leave the frequencies in float32."""
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != torch.float32:
+            rope_init = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+            inv_freq, self.attention_scaling = rope_init(self.config)
+            self.inv_freq = inv_freq.to(self.inv_freq.device)
+            self.original_inv_freq = self.inv_freq.clone()
+        return self
+
     @staticmethod
     def compute_default_rope_parameters(config: RADDConfig, *args, **kwargs) -> tuple[torch.Tensor, float]:
         """theta^(-2i / head_dim) for each pair i, and the attention scaling 1."""

@@ -97,7 +97,11 @@ def end_token_ids(options: RADDGenerationConfig, config) -> list[int]:
     ids = options.eos_token_id if options.eos_token_id is not None else getattr(config, "eos_token_id", None)
     if ids is None:
         raise ValueError("`eos_token_id` must be given, or in the model's config, with `trim_at_eos`, got None.")
-    return [ids] if is_int(ids) else ids
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(is_int(i) for i in ids):
+        raise ValueError(f"`eos_token_id` must be an id or a list of ids, got {ids!r}.")
+    reject_ids_outside("eos_token_id", ids, config.vocab_size)
+    return ids
 
 
 def trim_at_eos(

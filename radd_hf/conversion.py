@@ -140,6 +140,8 @@ def convert_original_checkpoint(source: str | os.PathLike, out_dir: str | os.Pat
     """
     if not isinstance(source, (str, os.PathLike)):
         raise ValueError(f"`source` must be a path or a Hub repository, got {source!r}.")
+    if not isinstance(out_dir, (str, os.PathLike)):
+        raise ValueError(f"`out_dir` must be a path, got {out_dir!r}.")
     out_dir = Path(out_dir).resolve()  # a link to an empty folder is filled, not replaced
     if any(parent.exists() and not parent.is_dir() for parent in out_dir.parents):
         raise ValueError(f"`out_dir` must be a new or an empty folder, got {str(out_dir)!r}, which is below a file.")

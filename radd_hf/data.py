@@ -66,7 +66,10 @@ class MaskedDiffusionCollator:
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         if not all(isinstance(example, Mapping) and "input_ids" in example for example in examples):
             raise ValueError(f"Examples must be dicts with `input_ids`, got {type(examples[0]).__name__}.")
-        rows = [torch.as_tensor(example["input_ids"], dtype=torch.long) for example in examples]
+        rows = [torch.as_tensor(example["input_ids"]) for example in examples]
+        if any(row.is_floating_point() for row in rows):
+            raise ValueError("`input_ids` must hold whole numbers, got floating-point ones.")
+        rows = [row.long() for row in rows]
         batch = {"input_ids": _pad(rows, self.pad_token_id)}
         ragged = len({len(row) for row in rows}) > 1
         if ragged or any("attention_mask" in example for example in examples):
@@ -80,7 +83,10 @@ def _masks(examples: list[dict], rows: list[torch.Tensor], name: str) -> list[to
     """The mask `name` of each example, all ones where it has none."""
     masks = []
     for example, row in zip(examples, rows, strict=True):
-        mask = torch.as_tensor(example[name]).long() if name in example else torch.ones_like(row)
+        mask = torch.as_tensor(example[name]) if name in example else torch.ones_like(row)
+        if bool(((mask != 0) & (mask != 1)).any()):
+            raise ValueError(f"`{name}` must hold 0 and 1 alone, got {mask.unique()[:4].tolist()}.")
+        mask = mask.long()
         if mask.shape != row.shape:
             raise ValueError(f"`{name}` must have the length of `input_ids`, {len(row)}, got {tuple(mask.shape)}.")
         masks.append(mask)

@@ -36,7 +36,7 @@ class LikelihoodEstimate:
     Attributes:
         nll (`torch.Tensor` of shape `(B,)`): Negative log-likelihood, or its bound, in nats per sequence, float64.
         standard_error (`torch.Tensor` of shape `(B,)`): Monte Carlo error of `nll`; 0 for an exact order, NaN from
-            one draw. For "lambda_dce" and "dse" the variance is infinite in theory: the figure is only indicative.
+            one draw. For "lambda_dce", "dse" and "t_dce" the variance is infinite in theory: the figure is indicative.
         num_tokens (`torch.LongTensor` of shape `(B,)`): Scored tokens.
         nfe (`int`): Rows run through the network, a sequence.
     """

@@ -84,7 +84,7 @@ class DiffusionGenerationMixin:
                 that it leaves out has its default.
             attention_mask (`torch.Tensor` of shape `(B, L)`, *optional*): 0 at padding, on any side; never filled.
             logits_processor (`LogitsProcessorList`, *optional*): Applied to logits (N, V) with ids (N, L), after the
-                penalties and before the temperature.
+                penalties and before the temperature; the ids hold the mask token at holes and at padding.
             streamer (`BaseStreamer`, *optional*): For one row: receives the text before the first mask, drafts of the
                 rest (if it has `put_draft`) and the finished rest.
             generator (`torch.Generator`, *optional*):
@@ -178,15 +178,20 @@ class DiffusionGenerationMixin:
         ) as bar:
             while (step := plan.next_pass(index, canvas, draw.mask_token_id)) is not None:
                 rows, reveal = step
-                ids = canvas[rows]
-                states = self._reveal_states(ids, None if attention_mask is None else attention_mask[rows], reveal)
+                ids = text = canvas[rows]
+                row_mask = None if attention_mask is None else attention_mask[rows]
+                if row_mask is not None and draw.reads_ids:
+                    text = ids.masked_fill(~row_mask.bool(), draw.mask_token_id)  # no processor reads padding
+                states = self._reveal_states(ids, row_mask, reveal)
                 if plan.needs_certainty:
-                    certainty = [draw.certainty(x, logits) for x, logits, _ in self._chunks(ids, states, reveal, draw)]
+                    certainty = [
+                        draw.certainty(x, logits) for x, logits, _ in self._chunks(text, states, reveal, draw)
+                    ]
                     chosen = plan.choose(rows, reveal, torch.cat(certainty))
                     states, reveal = states[chosen[reveal]], chosen
                 drawn = [
                     draw(x, logits, [generators[i] for i in rows[place].tolist()])
-                    for x, logits, place in self._chunks(ids, states, reveal, draw)
+                    for x, logits, place in self._chunks(text, states, reveal, draw)
                 ]
                 if drawn:
                     ids[reveal] = torch.cat([tokens for tokens, _ in drawn])

@@ -273,6 +273,11 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
             raise ValueError(
                 f"`new_num_tokens` must exceed mask_token_id={self.config.mask_token_id}, got {new_num_tokens}."
             )
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(self.config, name)
+            largest = max(value) if isinstance(value, list) else value
+            if new_num_tokens is not None and largest is not None and new_num_tokens <= largest:
+                raise ValueError(f"`new_num_tokens` must exceed the config's {name}={value}, got {new_num_tokens}.")
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -268,7 +268,10 @@ def check_num_steps(num_steps: int):
 
 def check_time_grid(times: Sequence[float] | torch.Tensor) -> torch.Tensor:
     """`times` as a float64 tensor, after checking that it increases inside [0, 1]."""
-    grid = torch.as_tensor(times, dtype=torch.float64)
+    try:
+        grid = torch.as_tensor(times, dtype=torch.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`times` must be a list of numbers, got {times!r}.") from error
     if grid.dim() != 1 or len(grid) < 2 or not bool((grid.diff() > 0).all()) or grid[0] < 0 or grid[-1] > 1:
         raise ValueError(f"`times` must increase strictly inside [0, 1] and have two entries or more, got {times}.")
     return grid

@@ -4,6 +4,7 @@
 Shapes: B texts of a batch, R candidates a text, L length, n positions of a chunk.
 """
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -233,6 +234,10 @@ class InfillingPipeline(Pipeline):
             spans = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
             lost |= {text[start:end] for token, (start, end) in spans if token == unknown}
         lost -= {self.tokenizer.unk_token}
+        mask = self.tokenizer.added_tokens_decoder.get(self.tokenizer.mask_token_id)
+        if parse_mask and mask is not None and mask.lstrip:  # the mask stands for a word with one space before it
+            spaces = re.findall(rf"(\s+){re.escape(mask.content)}", text)
+            lost |= {space for space in spaces if space != " "}
         if lost:
             warnings.warn(
                 f"The tokenizer has no token for {sorted(lost)[:10]}: the model does not see them and the answer does "

@@ -11,6 +11,8 @@ import torch
 from .generation_config_radd import RADDGenerationConfig
 from .noise_schedule_radd import NoiseSchedule, check_time_grid, first_reveal, uniform_time_grid
 
+_TIE = 2**16  # certainties that agree after multiplication by this and rounding count as equal
+
 
 @dataclass
 class RevealPlan:
@@ -158,7 +160,7 @@ def _next_event(log_survival: torch.Tensor, after: torch.LongTensor, uniform: to
 def tokens_per_pass(count: int, options: RADDGenerationConfig) -> int:
     """Positions a pass reveals of `count`: `tokens_per_step`, or ceil(l / n) for n = `num_steps`, or one."""
     if options.tokens_per_step is not None:
-        return options.tokens_per_step
+        return min(options.tokens_per_step, max(count, 1))
     return -(-count // options.num_steps) if options.num_steps is not None and count else 1
 
 
@@ -171,7 +173,7 @@ def block_index(
     real = torch.ones_like(free) if attention_mask is None else attention_mask.bool()
     place = real.long().cumsum(-1)
     first = place.masked_fill(~free, place.shape[1] + 1).min(-1, keepdim=True).values
-    return (place - first).clamp(min=0) // block_length
+    return (place - first).clamp(min=0) // min(block_length, free.shape[1] + 1)
 
 
 def _steps_by_block(rank: torch.LongTensor, block: torch.LongTensor | None, each: int) -> torch.LongTensor:
@@ -213,7 +215,8 @@ class AdaptiveReveals:
 
     The certainty is a number of the distribution, never of a drawn token: the largest probability ("confidence"),
     minus the entropy ("entropy") or the lead of the first token over the second ("margin"). The surest come first,
-    and in doubt the leftmost. The resulting law of the text is not that of the model's any-order factorisation.
+    and within 2^-16 of each other the leftmost, so that rounding decides nothing on a canvas of masks alone. The
+    resulting law of the text is not that of the model's any-order factorisation.
 
     Args:
         free (`torch.BoolTensor` of shape `(B, L)`): Positions to fill.
@@ -250,7 +253,8 @@ class AdaptiveReveals:
         """The candidates (rows, L) to reveal, from their certainty (N,), row-major; they are free no longer."""
         table = certainty.new_full(candidates.shape, float("-inf"))
         table[candidates] = certainty
-        ordered, order = table.sort(dim=-1, descending=True, stable=True)
+        order = (table * _TIE).round().argsort(dim=-1, descending=True, stable=True)
+        ordered = table.gather(-1, order)
         count = self.quota[rows]
         if self.options.confidence_threshold is not None:
             count = count.maximum((table >= self.options.confidence_threshold).sum(-1))

@@ -125,6 +125,8 @@ def row_generators(
     num_rows: int, seed: int | list[int] | None, generator: torch.Generator | None, device: torch.device
 ) -> list[torch.Generator]:
     """One generator a row, from (seed, row), from a seed a row, or from seeds that `generator` draws."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"`generator` must be a torch.Generator or None, got {generator!r}.")
     if seed is not None and generator is not None:
         raise ValueError("Only one of `seed` and `generator` may be given.")
     if seed is None:

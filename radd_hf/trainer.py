@@ -2,6 +2,7 @@
 """RADDTrainer: transformers' Trainer with any of the four diffusion losses."""
 
 import copy
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 
 from .callbacks import EMACallback
@@ -86,6 +88,12 @@ class RADDTrainer(Trainer):
                 nll = nll + terms.loss / self.args.eval_num_samples
         loss = nll.sum() / terms.length.sum().clamp(min=1)
         return (loss, None, None) if prediction_loss_only else (loss, nll, terms.length)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """`Trainer.train`; `True` resumes from the last checkpoint that was written to its end."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, eval_dataset=None, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate` on the averaged weights (if there are any), with the same noise every time."""
@@ -176,11 +184,25 @@ class RADDTrainer(Trainer):
         return _generator(self.args.seed, self.state.global_step, self._micro_step, self.args.process_index)
 
 
+def last_complete_checkpoint(folder: str | Path) -> str:
+    """The newest checkpoint in `folder` whose trainer state, which is written last, is whole."""
+    found = {}
+    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        try:
+            found[json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]] = path
+        except (OSError, ValueError, TypeError, KeyError):  # an interrupted save
+            continue
+    if not found:
+        raise ValueError(f"`resume_from_checkpoint` is True but {str(folder)!r} holds no complete checkpoint.")
+    return str(found[max(found)])
+
+
 def likelihood_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """NLL per token (nats), perplexity and bits per token from per-sequence sums and token counts."""
     tokens = int(prediction.label_ids.sum())
     nll = float(prediction.predictions.astype("float64").sum()) / max(tokens, 1)
     return {
+        "loss": nll,  # the Trainer's own mean weighs batches, not tokens
         "nll_per_token": nll,
         "perplexity": perplexity(nll),
         "bits_per_token": nll / math.log(2),

@@ -20,7 +20,8 @@ class RADDTrainingArguments(TrainingArguments):
     Args:
         loss_type (`str`, *optional*, defaults to `"lambda_dce"`): "dse", "t_dce", "lambda_dce" or "ao".
         loss_reduction (`str`, *optional*, defaults to `"token_mean"`):
-            "token_mean": nats per maskable token of the batch, so gradients do not grow with the length.
+            "token_mean": nats per maskable token of each device's batch, so gradients do not grow with the length;
+            batches that are accumulated weigh equally, whatever their tokens.
             "sequence_sum": the mean over the batch of the sums over positions, as in the paper's code; its gradients
             are about L times larger, so clipping at norm 1 acts on nearly every step (the paper's recipe).
         time_sampling (`str`, *optional*, defaults to `"stratified"`): "uniform", "stratified" or "antithetic".

@@ -1,5 +1,6 @@
 """Odd input that once came out wrong or failed without a name."""
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -259,3 +260,89 @@ def test_characters_without_a_token_are_named():
         warnings.simplefilter("error")
         pipe("any é [MASK] — 文🙂 text", seed=0)
         pipe(prefix="é", suffix="[MASK]", length=1, parse_mask=False, seed=0)
+
+
+def test_padding_is_no_text_for_processors(model):
+    """A repetition penalty must not see the tokens under padding."""
+    torch.manual_seed(0)
+    loud = RADDForMaskedDiffusion(model.config).eval()
+    torch.nn.init.normal_(loud.lm_head.weight)
+    short, padded = torch.full((200, 4), MASK), torch.tensor([[5, 5] + [MASK] * 4] * 200)
+    options = {"seed": list(range(200)), "repetition_penalty": 3.0}
+    mask = (padded != 5).long()
+    assert torch.equal(
+        loud.diffusion_generate(short, **options),
+        loud.diffusion_generate(padded, attention_mask=mask, **options)[:, 2:],
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["confidence", "entropy", "margin"])
+def test_ties_go_to_the_left_whatever_the_padding(model, algorithm: str):
+    torch.manual_seed(0)
+    loud = RADDForMaskedDiffusion(model.config).eval()
+    for parameter in loud.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    short, padded = torch.full((20, 8), MASK), torch.tensor([[5] * 3 + [MASK] * 8] * 20)
+    options = {"seed": list(range(20)), "algorithm": algorithm, "return_dict_in_generate": True}
+    alone = loud.diffusion_generate(short, **options)
+    assert (alone.reveal_pass[:, 0] == 0).all()
+    assert torch.equal(
+        alone.sequences,
+        loud.diffusion_generate(padded, attention_mask=(padded != 5).long(), **options).sequences[:, 3:],
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"generator": 3}, "`generator` must be a torch.Generator or None, got 3"),
+        ({"times": "a"}, "`times` must be a list of numbers, got 'a'"),
+        ({"trim_at_eos": True, "eos_token_id": "a"}, r"`eos_token_id` must be an id or a list of ids, got \['a'\]"),
+        (
+            {"trim_at_eos": True, "eos_token_id": 99},
+            r"`eos_token_id` must hold ids in \[0, vocab_size=7\), got \[99\]",
+        ),
+    ],
+)
+def test_more_wrong_options(model, options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        model.diffusion_generate(IDS, **options)
+
+
+def test_huge_quotas_mean_everything(model):
+    out = model.diffusion_generate(
+        IDS, algorithm="margin", tokens_per_step=10**30, block_length=10**30, seed=0, return_dict_in_generate=True
+    )
+    assert out.nfe.tolist() == [1, 0]
+
+
+def test_frequencies_stay_exact_in_half_precision(model):
+    half = copy.deepcopy(model).bfloat16()
+    assert torch.equal(half.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    assert half.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_shrinking_keeps_the_special_ids():
+    config = RADDConfig(
+        vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, mask_token_id=0, eos_token_id=[2, 9]
+    )
+    with pytest.raises(ValueError, match=r"`new_num_tokens` must exceed the config's eos_token_id=\[2, 9\], got 6"):
+        RADDForMaskedDiffusion(config).resize_token_embeddings(6)
+
+
+def test_the_collator_refuses_fractions():
+    with pytest.raises(ValueError, match="`input_ids` must hold whole numbers"):
+        MaskedDiffusionCollator()([{"input_ids": [1.7, 2.0]}])
+    with pytest.raises(ValueError, match="`loss_mask` must hold 0 and 1 alone, got"):
+        MaskedDiffusionCollator()([{"input_ids": [1, 2], "loss_mask": [0.5, 1]}])
+
+
+def test_line_breaks_before_a_mask_are_named():
+    tokenizer = bpe_tokenizer(["some words in lines"], 300)
+    fields = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
+    pipe = InfillingPipeline(RADDForMaskedDiffusion(RADDConfig(vocab_size=len(tokenizer), **fields)), tokenizer)
+    with pytest.warns(UserWarning, match=r"no token for \['\\n\\n'\]"):
+        pipe("words\n\n[MASK] in", seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe("words\n\nin [MASK]\n", seed=0)

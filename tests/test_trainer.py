@@ -289,3 +289,25 @@ def test_predictions_are_those_of_the_average(tmp_path: Path):
         assert out.predictions.sum() / out.label_ids.sum() == pytest.approx(expected, rel=1e-6)
     with pytest.raises(ValueError, match="`test_dataset` must have at least one example"):
         trainer.predict([])
+
+
+def test_the_loss_of_an_evaluation_weighs_tokens(tmp_path: Path):
+    rows = [{"input_ids": [1, 2]}] * 3 + [{"input_ids": [1] * 16}] * 2
+    trainer = RADDTrainer(tiny_model(), arguments(tmp_path, per_device_eval_batch_size=1), eval_dataset=rows)
+    torch.nn.init.normal_(trainer.model.lm_head.weight)
+    figures = trainer.evaluate()
+    assert figures["eval_loss"] == figures["eval_nll_per_token"] and figures["eval_num_tokens"] == 38
+
+
+def test_resuming_passes_over_a_torn_checkpoint(tmp_path: Path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "ema_decay": 0.5}
+    whole = RADDTrainer(tiny_model(), arguments(tmp_path, max_steps=6, **saving), train_dataset=blocks())
+    whole.train()
+    (tmp_path / "checkpoint-6" / "trainer_state.json").write_text('{"global_step": ')
+    (tmp_path / "checkpoint-8").mkdir()
+    again = RADDTrainer(tiny_model(), arguments(tmp_path, max_steps=6, **saving), train_dataset=blocks())
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 6 and again.ema.num_updates == 6
+    assert torch.equal(again.model.lm_head.weight, whole.model.lm_head.weight)
+    with pytest.raises(ValueError, match="`resume_from_checkpoint` is True but '.*none' holds no complete checkpoint"):
+        RADDTrainer(tiny_model(), arguments(tmp_path / "none"), train_dataset=blocks()).train(True)
