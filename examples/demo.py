@@ -42,12 +42,13 @@ def mask_words(tokenizer, text: str, words: list[str]) -> str:
     return text
 
 
-def infill(pipe, title: str, seed: int, **kwargs):
+def infill(pipe, title: str, seed: int, sampler: dict, **kwargs):
     """One call of the pipeline, shown with its cost."""
     start = time.perf_counter()
-    result = pipe(**kwargs, seed=seed, num_return_sequences=2)
+    result = pipe(**kwargs, **sampler, seed=seed, num_return_sequences=2)
     seconds = time.perf_counter() - start
-    print(f"\n== {title}  [NFE {[r['nfe'] for r in result]}, {seconds:.2f} s]")
+    options = ", ".join(f"{name}={value!r}" for name, value in sampler.items())
+    print(f"\n== {title}; {options}  [NFE {[r['nfe'] for r in result]}, {seconds:.2f} s]")
     for candidate in result:
         print(f"   ({candidate['score']:+.2f}) {candidate['text']!r}")
         print(f"           filled: {candidate['infills']}")
@@ -65,12 +66,15 @@ def main():
     size = sum(p.numel() for p in model.parameters())
     print(f"radd_hf {radd_hf.__version__}: {size:,} parameters, {len(tokenizer)} tokens, on {model.device}")
 
-    text = "And the LORD said unto Moses, Go unto Pharaoh, and say unto him, Thus saith the LORD"
     print("\nThe number in brackets is the mean log-probability of the filled tokens, in nats.")
-    infill(pipe, "single words masked", args.seed, inputs=mask_words(tokenizer, text, ["said", "unto", "saith"]))
-    prefix, suffix = "I hope the Congress will", " the people of the United States."
-    infill(pipe, "both ends fixed", args.seed, inputs=None, prefix=prefix, suffix=suffix, length=12)
-    infill(pipe, "a continuation", args.seed, inputs=None, prefix="She was not at all", suffix="", length=32)
+    sure, exact = {"algorithm": "confidence", "temperature": 0.7}, {"algorithm": "any_order", "order": "random"}
+    text = "And the LORD said unto Moses, Go unto Pharaoh, and say unto him, Thus saith the LORD"
+    masked = mask_words(tokenizer, text, ["said", "unto", "saith"])
+    ends = {"prefix": "I hope the Congress will", "suffix": " the people of the United States.", "length": 8}
+    infill(pipe, "single words masked", args.seed, sure, inputs=masked)
+    infill(pipe, "both ends fixed", args.seed, sure, **ends)
+    infill(pipe, "both ends fixed", args.seed, exact, **ends)
+    infill(pipe, "a continuation", args.seed, sure, prefix="She was not at all", suffix="", length=24)
 
     start = time.perf_counter()
     sample = model.diffusion_generate(

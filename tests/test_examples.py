@@ -146,6 +146,14 @@ def test_the_figure_of_network_calls(tmp_path: Path):
     assert (tmp_path / "nfe.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_precision_of_draws_is_measured(capsys: pytest.CaptureFixture[str]):
+    """50 tokens and 4 steps: too little for single precision to matter, so all four rows are within 4 errors."""
+    sizes = ["--vocab_size", "50", "--positions", "500", "--steps", "4"]
+    deviations = load_example("measure_precision").main(sizes)
+    assert len(deviations) == 4 and all(abs(value) < 4 for value in deviations.values())
+    assert "rare share" in capsys.readouterr().out
+
+
 def test_shipped_checkpoint_has_its_stated_likelihood():
     """The card's held-out figure within 4 of the two estimates' errors, on the same blocks with other draws."""
     from transformers import AutoTokenizer
