@@ -109,12 +109,12 @@ class _Clock:
     The time-only part of a step-by-step sampler, in the order in which steps are taken.
 
     Attributes:
-        reveal (`torch.Tensor` of shape `(n,)`): Probability of being revealed for the first time in each step.
+        revealed (`torch.Tensor` of shape `(n,)`): Probability of having been revealed once after each step.
         hazard (`torch.Tensor` of shape `(n,)`): Probability that a masked position is revealed in the step.
         remask (`torch.Tensor` of shape `(n,)`): Probability that a revealed position is masked again in the step.
     """
 
-    reveal: torch.Tensor
+    revealed: torch.Tensor
     hazard: torch.Tensor
     remask: torch.Tensor
 
@@ -125,8 +125,7 @@ class _Clock:
         remask = torch.zeros_like(hazard)
         if options.remasking is not None:
             hazard, remask = noise_schedule.remdm_probabilities(grid, options.remasking, options.remasking_strength)
-        reveal = first_reveal(hazard)
-        return cls(reveal.flip(0), hazard.flip(0), remask.flip(0))
+        return cls(first_reveal(hazard).flip(0).cumsum(0), hazard.flip(0), remask.flip(0))
 
     @property
     def num_steps(self) -> int:
@@ -135,18 +134,18 @@ class _Clock:
     def draw(self, count: int, generator: torch.Generator) -> tuple[torch.LongTensor, torch.LongTensor]:
         """Steps that reveal each of `count` positions and steps that mask it again, (R, count) both; -1: none."""
         last = self.num_steps - 1
-        step = torch.searchsorted(self.reveal.cumsum(0), _uniform(count, generator), right=True).clamp(max=last)
-        revealed, masked_again = [step], []
+        step = torch.searchsorted(self.revealed, _uniform(count, generator), right=True).clamp(max=last)
+        steps, masked_again = [step], []
         if bool((self.remask > 0).any()):
             # log survival, decreasing; a certain event is left a chance of 1e-15 so that later differences exist
             stay, wait = (torch.log1p(-p.clamp(max=1 - 1e-15)).cumsum(0) for p in (self.remask, self.hazard))
             wait[-1] = float("-inf")  # what is left is revealed in the last step
             while bool((step >= 0).any()):
                 again = _next_event(stay, step, _uniform(count, generator))
-                step = _next_event(wait, again, _uniform(count, generator)).clamp(max=last)
+                step = _next_event(wait, again, _uniform(count, generator))
                 masked_again.append(again)
-                revealed.append(step)
-            return torch.stack(revealed[:-1]), torch.stack(masked_again)
+                steps.append(step)
+            return torch.stack(steps[:-1]), torch.stack(masked_again)
         return step[None], torch.full((1, count), -1)
 
 
