@@ -24,7 +24,7 @@ BLOCK_SIZE = 128
 def held_out_blocks(tokenizer, block_size: int = BLOCK_SIZE) -> torch.LongTensor:
     """The bundled held-out text in blocks (number, block_size)."""
     lines = HELD_OUT.read_text(encoding="utf-8").splitlines(keepends=True)
-    ids = tokenizer(lines, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"]  # lines may be long
     return pack_blocks([[i for line in ids for i in line]], block_size)
 
 

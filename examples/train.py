@@ -99,7 +99,7 @@ def text_blocks(tokenizer, text: str, block_size: int) -> torch.LongTensor:
     """One document cut into blocks (number, block_size), tokenized line by line."""
     lines = text.splitlines(keepends=True)
     # a special token that the text spells is text
-    ids = tokenizer(lines, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    ids = tokenizer(lines, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     return pack_blocks([[i for line in ids for i in line]], block_size, tokenizer.eos_token_id)
 
 
