@@ -28,7 +28,7 @@ DEFAULTS = {
     "warmup_steps": "10",
     "adam_beta2": "0.98",
     "per_device_train_batch_size": "64",
-    "max_steps": "2000",
+    "max_steps": "4000",
     "logging_steps": "100",
     "ema_decay": "0",
     "save_strategy": "no",
