@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from radd_hf import RADDGenerationConfig
-from radd_hf.token_draw_radd import TokenDraw
+from radd_hf.token_draw_radd import Chunk, TokenDraw
 
 
 def gumbel_argmax(probability: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.LongTensor:
@@ -53,8 +53,12 @@ def plan(law: torch.Tensor, positions: int, precision: str, seed: int) -> torch.
     draw = TokenDraw(options, mask_token_id=len(law), logits_processor=None, device=torch.device("cpu"))
     logits = torch.cat([law.log(), law.new_zeros(1)]).float()
     generator = torch.Generator().manual_seed(seed)
-    chunks = torch.arange(positions).split(512)
-    return torch.cat([draw(None, logits.repeat(len(part), 1), [generator] * len(part))[0] for part in chunks])
+    text = torch.full((1, positions), draw.mask_token_id)
+    chunks = [
+        Chunk(logits.repeat(len(column), 1), torch.zeros_like(column), column, text, text)
+        for column in torch.arange(positions).split(512)
+    ]
+    return torch.cat([draw(chunk, [generator] * len(chunk.row))[0] for chunk in chunks])
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:

@@ -104,20 +104,14 @@ def end_token_ids(options: RADDGenerationConfig, config) -> list[int]:
     return ids
 
 
-def trim_at_eos(
-    canvas: torch.LongTensor,
-    free: torch.BoolTensor,
-    attention_mask: torch.Tensor | None,
-    eos: list[int],
-    pad: int,
-) -> torch.LongTensor:
-    """Pad (in place) what follows the first end token in the free positions at the end of a row; real tokens (B,)."""
+def beyond_end(
+    canvas: torch.LongTensor, free: torch.BoolTensor, attention_mask: torch.Tensor | None, ends: list[int]
+) -> torch.BoolTensor:
+    """What follows (B, L) the first of the tokens `ends` in the free positions at the end of a row."""
     real = torch.ones_like(free) if attention_mask is None else attention_mask.bool()
     given_after = (real & ~free).flip(-1).cumsum(-1).flip(-1)
-    ends = (given_after == 0) & free & torch.isin(canvas, torch.tensor(eos, device=canvas.device))
-    beyond = real & (ends.cumsum(-1) - ends.long() > 0)
-    canvas.masked_fill_(beyond, pad)
-    return (real & ~beyond).sum(-1)
+    ended = (given_after == 0) & free & torch.isin(canvas, torch.tensor(ends, device=canvas.device))
+    return real & (ended.cumsum(-1) - ended.long() > 0)
 
 
 def reject_ids_outside(name: str, ids, vocab_size: int):

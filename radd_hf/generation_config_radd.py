@@ -1,7 +1,7 @@
 # Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
 """Options of the samplers: their defaults, their checks and how they are merged."""
 
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 
 from .checks_radd import is_int, is_number
 from .noise_schedule_radd import check_num_steps, check_time_grid
@@ -33,6 +33,7 @@ _OWN_OPTIONS = {
     "output_log_probs": False,
     "trim_at_eos": False,
     "progress_bar": False,
+    "compile": False,
 }
 # Options of GenerationConfig that mean the same here, with our defaults.
 _SHARED_OPTIONS = {
@@ -47,14 +48,16 @@ _SHARED_OPTIONS = {
     "typical_p": None,
     "repetition_penalty": None,
     "suppress_tokens": None,
+    "bad_words_ids": None,
+    "compile_config": None,
     "num_return_sequences": 1,
     "return_dict_in_generate": False,
     "pad_token_id": None,
-    "bos_token_id": None,
     "eos_token_id": None,
 }
 GENERATION_OPTIONS = tuple(sorted({**_OWN_OPTIONS, **_SHARED_OPTIONS}))
-_METADATA = ("transformers_version", "_from_model_config", "_commit_hash")
+# What a saved config may hold besides: transformers' trainer copies the tokenizer's first token into it.
+_METADATA = ("transformers_version", "_from_model_config", "_commit_hash", "bos_token_id")
 
 
 class RADDGenerationConfig(GenerationConfig):
@@ -73,7 +76,7 @@ class RADDGenerationConfig(GenerationConfig):
         times (`list[float]`, *optional*): Grid t_0 < ... < t_n in [0, 1] of "tweedie" and "euler" instead.
         tokens_per_step (`int`, *optional*): Positions revealed a pass by the other algorithms, instead of `num_steps`.
         confidence_threshold (`float`, *optional*): "confidence" also reveals every position with at least this
-            probability.
+            probability; above 1 none has.
         entropy_bound (`float`, *optional*): "entropy" also reveals the k surest positions while the sum of their
             entropies less the largest, which bounds their mutual information, is at most this many nats
             (Ben-Hamu et al. 2025, arXiv 2505.24857).
@@ -93,6 +96,8 @@ class RADDGenerationConfig(GenerationConfig):
         temperature, top_k, top_p, min_p, typical_p, repetition_penalty, suppress_tokens (*optional*):
             As in transformers, applied by its own processors to the logits before the draw. A repetition penalty
             looks at the whole canvas.
+        bad_words_ids (`list[list[int]]`, *optional*): Token sequences that must not come about, wherever their last
+            token is drawn; positions of one pass are then drawn from left to right.
         sampling_dtype (`str`, *optional*, defaults to `"float64"`): Precision of the Gumbel-max draw, or "float32".
         chunk_size (`int`, *optional*, defaults to 256): Positions whose logits exist at the same time.
         num_return_sequences (`int`, *optional*, defaults to 1): Independent samples for each row.
@@ -100,10 +105,16 @@ class RADDGenerationConfig(GenerationConfig):
         output_history (`bool`, *optional*, defaults to `False`): Record the sequences after each pass.
         output_log_probs (`bool`, *optional*, defaults to `False`): Return the log-probability of each drawn token.
         trim_at_eos (`bool`, *optional*, defaults to `False`): Pad what follows the first `eos_token_id` in the masks
-            at the end of a row, and return `lengths`.
+            at the end of a row, and return `lengths`. A row is done once nothing before that token is masked.
         progress_bar (`bool`, *optional*, defaults to `False`): Show forward passes with tqdm.
+        compile (`bool`, *optional*, defaults to `False`): Run the network through `torch.compile`, CUDA graphs
+            included, at one static shape: rows that are done ride along and every position is computed, so it pays
+            where launching kernels is the bottleneck (small batches on a GPU). On a CPU without `compile_config` it
+            does nothing but say so.
+        compile_config (`CompileConfig`, *optional*): Arguments of `torch.compile`; by default static shapes and mode
+            "reduce-overhead".
         mask_token_id (`int`, *optional*): Defaults to the model config's.
-        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special ids; padding fills the left of rows of
+        pad_token_id, eos_token_id (`int`, *optional*): Special ids; padding fills the left of rows of
             unequal length after `max_new_tokens`.
 
     Raises:
@@ -156,7 +167,7 @@ class RADDGenerationConfig(GenerationConfig):
             ("min_p", 0.0, 1.0, False),
             ("typical_p", 0.0, 1.0, True),
             ("repetition_penalty", 0.0, float("inf"), True),
-            ("confidence_threshold", 0.0, 1.0, True),
+            ("confidence_threshold", 0.0, float("inf"), True),
             ("entropy_bound", 0.0, float("inf"), False),
             ("remasking_strength", 0.0, 1.0, False),
         ):
@@ -173,6 +184,14 @@ class RADDGenerationConfig(GenerationConfig):
         suppress = self.suppress_tokens
         if suppress is not None and not (isinstance(suppress, (list, tuple)) and all(is_int(i) for i in suppress)):
             raise ValueError(f"`suppress_tokens` must be a list of token ids, got {suppress!r}.")
+        words = self.bad_words_ids
+        if words is not None and not (
+            isinstance(words, (list, tuple))
+            and all(isinstance(word, (list, tuple)) and len(word) and all(is_int(i) for i in word) for word in words)
+        ):
+            raise ValueError(f"`bad_words_ids` must be a list of non-empty lists of token ids, got {words!r}.")
+        if self.compile_config is not None and not isinstance(self.compile_config, CompileConfig):
+            raise ValueError(f"`compile_config` must be a CompileConfig or None, got {self.compile_config!r}.")
         for name in (
             "do_sample",
             "use_cache",
@@ -181,6 +200,7 @@ class RADDGenerationConfig(GenerationConfig):
             "output_log_probs",
             "trim_at_eos",
             "progress_bar",
+            "compile",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import CompileConfig, GenerationConfig, LogitsProcessorList
 from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file, logging
 
-from .canvas_radd import check_order, end_token_ids, padding_token_id, prepare_canvas, reject_ids_outside, trim_at_eos
+from .canvas_radd import beyond_end, check_order, end_token_ids, padding_token_id, prepare_canvas, reject_ids_outside
 from .checks_radd import resolve_mask_token_id
 from .generation_config_radd import ADAPTIVE_ALGORITHMS, RADDGenerationConfig, merge_options
 from .noise_schedule_radd import get_noise_schedule
 from .reveal_plan_radd import AdaptiveReveals, RevealPlan, block_index, draw_reveal_plan
-from .token_draw_radd import TokenDraw, row_generators
+from .token_draw_radd import Chunk, TokenDraw, row_generators
 
 
 @dataclass
@@ -34,7 +34,7 @@ class RADDGenerationOutput(ModelOutput):
         nfe (`torch.LongTensor` of shape `(B * num_return_sequences,)`): Network calls each row took part in.
         forward_passes (`int`): Batched network calls: the largest `nfe`.
         reveal_pass (`torch.LongTensor` of shape `(B * num_return_sequences, L)`): Index of the row's network call that
-            the token was drawn from; -1 at given tokens.
+            the token was drawn from; -1 at given tokens and beyond an end token where nothing was drawn.
         lengths (`torch.LongTensor` of shape `(B * num_return_sequences,)`, *optional*): With `trim_at_eos`, real
             tokens of each row, the end token included.
         log_probs (`torch.Tensor` of shape `(B * num_return_sequences, L)`, *optional*): With `output_log_probs`, the
@@ -110,8 +110,9 @@ class DiffusionGenerationMixin:
             kwargs["order"], order = order, None
         options = merge_options(getattr(self, "generation_config", None), generation_config, kwargs)
         mask_token_id = resolve_mask_token_id(options.mask_token_id, self.config)
-        end = end_token_ids(options, self.config) if options.trim_at_eos else None
+        ends = end_token_ids(options, self.config) if options.trim_at_eos else None
         reject_ids_outside("suppress_tokens", options.suppress_tokens or (), self.config.vocab_size)
+        reject_ids_outside("bad_words_ids", sum(map(list, options.bad_words_ids or ()), []), self.config.vocab_size)
         # 2. canvas
         canvas, attention_mask = prepare_canvas(
             input_ids, attention_mask, options, mask_token_id, self.config, batch_size, self.device
@@ -145,14 +146,20 @@ class DiffusionGenerationMixin:
             log_probs=torch.zeros(canvas.shape, device=canvas.device) if options.output_log_probs else None,
             history=[] if options.output_history else None,
         )
+        stream = None if streamer is None else _Stream(streamer, canvas, free, attention_mask)
         with evaluation_mode(self):
-            self._run_plan(output, free, attention_mask, plan, draw, generators, options, streamer)
+            self._run_plan(output, free, attention_mask, plan, draw, generators, options, ends, stream)
+        draw.check()
         # 5. output
         output.nfe = plan.nfe
         output.forward_passes = int(plan.nfe.max()) if len(plan.nfe) else 0
-        if end is not None:
-            pad = padding_token_id(options, mask_token_id, self.config)
-            output.lengths = trim_at_eos(canvas, free, attention_mask, end, pad)
+        if ends is not None:
+            beyond = beyond_end(canvas, free, attention_mask, ends)
+            canvas.masked_fill_(beyond, padding_token_id(options, mask_token_id, self.config))
+            real = torch.ones_like(free) if attention_mask is None else attention_mask.bool()
+            output.lengths = (real & ~beyond).sum(-1)
+        if stream is not None:
+            stream.end(output.lengths)
         return output if options.return_dict_in_generate else canvas
 
     def generate(self, *args, **kwargs) -> RADDGenerationOutput | torch.LongTensor:
@@ -168,11 +175,12 @@ class DiffusionGenerationMixin:
         draw: TokenDraw,
         generators: list[torch.Generator],
         options: RADDGenerationConfig,
-        streamer,
+        ends: list[int] | None,
+        stream: "_Stream | None",
     ):
         """Fill `output.sequences` in place, pass by pass, each row at its own next event; record what is asked for."""
         canvas, index = output.sequences, 0
-        stream = None if streamer is None else _Stream(streamer, canvas, free, attention_mask)
+        reveal_states = self._compiled_states(len(canvas), options) or self._reveal_states
         with logging.tqdm(
             total=plan.num_passes, desc="Sampling", unit="pass", disable=not options.progress_bar
         ) as bar:
@@ -182,16 +190,14 @@ class DiffusionGenerationMixin:
                 row_mask = None if attention_mask is None else attention_mask[rows]
                 if row_mask is not None and draw.reads_ids:
                     text = ids.masked_fill(~row_mask.bool(), draw.mask_token_id)  # no processor reads padding
-                states = self._reveal_states(ids, row_mask, reveal)
+                states = reveal_states(ids, row_mask, reveal)
                 if plan.needs_certainty:
-                    certainty = [
-                        draw.certainty(x, logits) for x, logits, _ in self._chunks(text, states, reveal, draw)
-                    ]
+                    certainty = [draw.certainty(chunk) for chunk in self._chunks(text, states, reveal, draw)]
                     chosen = plan.choose(rows, reveal, torch.cat(certainty))
                     states, reveal = states[chosen[reveal]], chosen
                 drawn = [
-                    draw(x, logits, [generators[i] for i in rows[place].tolist()])
-                    for x, logits, place in self._chunks(text, states, reveal, draw)
+                    draw(chunk, [generators[i] for i in rows[chunk.row].tolist()])
+                    for chunk in self._chunks(text, states, reveal, draw)
                 ]
                 if drawn:
                     ids[reveal] = torch.cat([tokens for tokens, _ in drawn])
@@ -207,18 +213,34 @@ class DiffusionGenerationMixin:
                     stream.draft()
                 index += 1
                 bar.update()
-        draw.check()
-        if stream is not None:
-            stream.end()
+                if ends is not None and options.remasking is None:  # which may open holes again
+                    beyond = beyond_end(canvas, free, attention_mask, ends)
+                    holes = free & ~beyond & (canvas == draw.mask_token_id)
+                    plan.stop(beyond.any(-1) & ~holes.any(-1), index)
 
     def _chunks(
-        self, ids: torch.LongTensor, states: torch.Tensor, reveal: torch.BoolTensor, draw: TokenDraw
-    ) -> Iterator[tuple[torch.LongTensor | None, torch.Tensor, torch.LongTensor]]:
-        """Canvases (n, L) if a processor reads them, logits (n, V) and batch rows (n,) of positions in `reveal`."""
-        place = reveal.nonzero()[:, 0]  # row-major, as the states are
-        for some, part in zip(place.split(draw.chunk_size), states.split(draw.chunk_size), strict=True):
-            if len(some):
-                yield ids[some] if draw.reads_ids else None, self._state_logits(part), some
+        self, text: torch.LongTensor, states: torch.Tensor, reveal: torch.BoolTensor, draw: TokenDraw
+    ) -> Iterator[Chunk]:
+        """The positions in `reveal` (R, L), `chunk_size` at a time, with their logits; `text` as in `Chunk`."""
+        row, column = reveal.nonzero(as_tuple=True)  # row-major, as the states are
+        filled = text.clone() if draw.bad_words else text
+        parts = (x.split(draw.chunk_size) for x in (states, row, column))
+        for some, rows, columns in zip(*parts, strict=True):
+            if len(rows):
+                yield Chunk(self._state_logits(some), rows, columns, text, filled)
+
+    def _compiled_states(self, num_rows: int, options: RADDGenerationConfig) -> "_CompiledStates | None":
+        """`_reveal_states` through torch.compile if that is asked for."""
+        if not options.compile:
+            return None
+        if options.compile_config is None and self.device.type == "cpu":
+            warnings.warn("`compile=True` does nothing on a CPU without a `compile_config`.", stacklevel=5)
+            return None
+        return _CompiledStates(*self._state_source(), num_rows, options.compile_config)
+
+    def _state_source(self) -> tuple[nn.Module, str]:
+        """The module that gives all positions what `_state_logits` needs, and the name of that output."""
+        return self, "logits"
 
     def _reveal_states(
         self, ids: torch.LongTensor, attention_mask: torch.Tensor | None, reveal: torch.BoolTensor
@@ -305,13 +327,36 @@ class _Stream:
         if hasattr(self.streamer, "put_draft"):
             self.streamer.put_draft(self._text()[self.start :])
 
-    def end(self):
-        """After the last pass."""
-        self.streamer.put(self._text()[self.start :])
+    def end(self, lengths: torch.LongTensor | None):
+        """After the last pass, with the row's number of tokens where an end token was looked for."""
+        self.streamer.put(self._text()[self.start : None if lengths is None else int(lengths[0])])
         self.streamer.end()
 
     def _text(self) -> torch.LongTensor:
         return self.canvas[0, self.real].cpu()
+
+
+class _CompiledStates:
+    """`_reveal_states` by a compiled network at one shape: missing rows are filled up, all positions are computed."""
+
+    def __init__(self, module: nn.Module, name: str, num_rows: int, config: CompileConfig | None):
+        # torch finds the code it has compiled before again, so a wrapper a call costs nothing; not `to_dict`, which
+        # copies the backend, by which torch knows it
+        config = config or CompileConfig(dynamic=False)
+        names = ("fullgraph", "dynamic", "backend", "mode", "options")
+        self.network = torch.compile(module, **{name: getattr(config, name) for name in names})
+        self.name, self.num_rows = name, num_rows
+
+    def __call__(
+        self, ids: torch.LongTensor, attention_mask: torch.Tensor | None, reveal: torch.BoolTensor
+    ) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        output = self.network(input_ids=self._fill_up(ids), attention_mask=self._fill_up(attention_mask))
+        return getattr(output, self.name)[: len(ids)][reveal]
+
+    def _fill_up(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """(R, L) -> (B, L): the last row again for each row that is done."""
+        return x if x is None else torch.cat([x, x[-1:].expand(self.num_rows - len(x), -1)])
 
 
 class _Backbone(DiffusionGenerationMixin):
@@ -329,6 +374,9 @@ class _Backbone(DiffusionGenerationMixin):
 
     def __call__(self, **kwargs):
         return self.model(**kwargs)
+
+    def _state_source(self) -> tuple[nn.Module, str]:
+        return self.model, "logits"
 
 
 def diffusion_generate(model: nn.Module, *args, **kwargs) -> RADDGenerationOutput | torch.LongTensor:

@@ -292,6 +292,10 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
         """As in the mixin: final hidden states (N, D), so that the output layer runs where it is needed, in chunks."""
         return self.model(input_ids=ids, attention_mask=attention_mask, keep_mask=reveal).last_hidden_state
 
+    def _state_source(self) -> tuple[nn.Module, str]:
+        """As in the mixin: the trunk's final hidden states."""
+        return self.model, "last_hidden_state"
+
     def _state_logits(self, states: torch.Tensor) -> torch.Tensor:
         """As in the mixin: the output layer, (n, D) -> (n, V)."""
         return self.compute_logits(states)

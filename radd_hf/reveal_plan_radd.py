@@ -42,6 +42,10 @@ class RevealPlan:
             canvas.masked_fill_((self.remask == index).any(0), mask_token_id)
         return rows, (self.event[:, rows] == index).any(0)
 
+    def stop(self, rows: torch.BoolTensor, index: int):
+        """No pass from `index` on for the rows where `rows` (B,) is True."""
+        self.nfe = torch.where(rows, self.nfe.clamp(max=index), self.nfe)
+
     @property
     def num_passes(self) -> int:
         """Network calls of the longest row."""
@@ -245,6 +249,10 @@ class AdaptiveReveals:
             candidates = candidates & (block == current)
         self.nfe[rows] += 1
         return rows, candidates
+
+    def stop(self, rows: torch.BoolTensor, index: int):
+        """No pass any more for the rows where `rows` (B,) is True."""
+        self.free &= ~rows[:, None]
 
     def choose(
         self, rows: torch.LongTensor, candidates: torch.BoolTensor, certainty: torch.Tensor

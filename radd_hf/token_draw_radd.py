@@ -5,6 +5,8 @@ Shapes: N positions, L length, V vocabulary.
 """
 
 import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from transformers import LogitsProcessorList
@@ -20,6 +22,26 @@ from transformers.generation import (
 
 from .checks_radd import is_int
 from .generation_config_radd import RADDGenerationConfig
+
+
+@dataclass
+class Chunk:
+    """
+    Some positions of a pass over R rows.
+
+    Attributes:
+        logits (`torch.Tensor` of shape `(N, V)`): Theirs, free to be overwritten.
+        row (`torch.LongTensor` of shape `(N,)`): Row of each in the pass, ascending.
+        column (`torch.LongTensor` of shape `(N,)`): Column of each, ascending within a row.
+        text (`torch.LongTensor` of shape `(R, L)`): Ids as the network saw them, with the mask token at padding.
+        filled (`torch.LongTensor` of shape `(R, L)`): `text` and what was drawn in this pass so far.
+    """
+
+    logits: torch.Tensor
+    row: torch.LongTensor
+    column: torch.LongTensor
+    text: torch.LongTensor
+    filled: torch.LongTensor
 
 
 class TokenDraw:
@@ -44,44 +66,59 @@ class TokenDraw:
         self.with_log_probs = options.output_log_probs
         self.mask_token_id = mask_token_id
         self.processors = build_logits_processors(options, logits_processor, device)
-        self.reads_ids = len(self.processors) > 0
+        self.bad_words = [word for word in options.bad_words_ids or () if len(word) > 1]
+        self.reads_ids = len(self.processors) + len(self.bad_words) > 0
         self._all_valid = torch.ones((), dtype=torch.bool, device=device)
 
-    def scores(self, ids: torch.LongTensor | None, logits: torch.Tensor) -> torch.Tensor:
+    def scores(self, chunk: "Chunk") -> torch.Tensor:
         """Processed logits (N, V), -inf at the mask token: their softmax is the law of the draw."""
-        logits[:, self.mask_token_id] = float("-inf")
-        if not self.processors:
-            return logits
-        # processors see no mask token as text; -inf columns stay so
-        scores = self.processors(ids, logits.float())
+        scores = chunk.logits
         scores[:, self.mask_token_id] = float("-inf")
+        if self.processors:  # they see no mask token as text; -inf columns stay so
+            scores = self.processors(chunk.text[chunk.row], scores.float())
+            scores[:, self.mask_token_id] = float("-inf")
+        if self.bad_words:
+            for here, banned in zip(scores, self._banned(chunk, chunk.text), strict=True):
+                here[banned] = float("-inf")
         return scores
 
     def __call__(
-        self, ids: torch.LongTensor | None, logits: torch.Tensor, generators: list[torch.Generator]
+        self, chunk: "Chunk", generators: list[torch.Generator]
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """
-        Tokens (N,) for logits (N, V), and their log-probabilities (N,) float32 if `output_log_probs`.
-
-        `generators` has one entry a position, `ids` (N, L) is the canvas of each.
-        """
-        scores = law = self.scores(ids, logits)
-        if not self.greedy:
-            noise = torch.empty(scores.shape, dtype=self.dtype, device=generators[0].device)
-            for one, generator in zip(noise, generators, strict=True):  # a call a position: chunks change nothing
-                one.exponential_(generator=generator)
-            scores = noise.log_().neg_().to(scores.device).add_(scores)
-            scores[:, self.mask_token_id] = float("-inf")
-        best, token = scores.max(dim=-1)
-        self._all_valid &= (best > float("-inf")).all()
+        """Tokens (N,) of a chunk, drawn with one generator a position, and with `output_log_probs` their
+        log-probabilities (N,) float32."""
+        law = self.scores(chunk)
+        token = self._draw(chunk, law, generators)
         if not self.with_log_probs:
             return token, None
         law = law.float()
         return token, law.gather(-1, token[:, None])[:, 0] - law.logsumexp(-1)
 
-    def certainty(self, ids: torch.LongTensor | None, logits: torch.Tensor) -> torch.Tensor:
+    def _draw(self, chunk: "Chunk", law: torch.Tensor, generators: list[torch.Generator]) -> torch.LongTensor:
+        """A token (N,) from each law (N, V); what a bad word forbids becomes -inf there."""
+        scores = law
+        if not self.greedy:
+            noise = torch.empty(law.shape, dtype=self.dtype, device=generators[0].device)
+            for one, generator in zip(noise, generators, strict=True):  # a call a position: chunks change nothing
+                one.exponential_(generator=generator)
+            scores = noise.log_().neg_().to(law.device).add_(law)
+            scores[:, self.mask_token_id] = float("-inf")
+        if self.bad_words:  # from left to right: what this pass has drawn before counts as text
+            for i, banned in enumerate(self._banned(chunk, chunk.filled)):
+                scores[i, banned] = law[i, banned] = float("-inf")
+                chunk.filled[chunk.row[i], chunk.column[i]] = scores[i].argmax()
+        best, token = scores.max(dim=-1)
+        self._all_valid &= (best > float("-inf")).all()
+        return token
+
+    def _banned(self, chunk: "Chunk", text: torch.LongTensor) -> Iterator[list[int]]:
+        """For each position, when its turn comes, the tokens that would complete a bad word in `text` (R, L)."""
+        for row, column in zip(chunk.row.tolist(), chunk.column.tolist(), strict=True):
+            yield completing_tokens(self.bad_words, text[row].tolist(), column)
+
+    def certainty(self, chunk: "Chunk") -> torch.Tensor:
         """How sure the law of the draw is at each position, (N,) float32: see `AdaptiveReveals`."""
-        log_probs = torch.log_softmax(self.scores(ids, logits).float(), dim=-1)
+        log_probs = torch.log_softmax(self.scores(chunk).float(), dim=-1)
         if self.algorithm == "entropy":
             return torch.special.entr(log_probs.exp_()).sum(-1).neg()
         best = log_probs.topk(2, dim=-1).values.exp()
@@ -103,8 +140,9 @@ def build_logits_processors(
     processors = LogitsProcessorList()
     if options.repetition_penalty is not None and options.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(penalty=float(options.repetition_penalty)))
-    if options.suppress_tokens:
-        processors.append(SuppressTokensLogitsProcessor(list(options.suppress_tokens), device=device))
+    suppressed = [*(options.suppress_tokens or ()), *(w[0] for w in options.bad_words_ids or () if len(w) == 1)]
+    if suppressed:
+        processors.append(SuppressTokensLogitsProcessor(suppressed, device=device))
     processors.extend(custom or [])
     if options.is_greedy:
         return processors
@@ -119,6 +157,18 @@ def build_logits_processors(
     if options.typical_p is not None and options.typical_p < 1:
         processors.append(TypicalLogitsWarper(float(options.typical_p)))
     return processors
+
+
+def completing_tokens(words: list[list[int]], ids: list[int], column: int) -> list[int]:
+    """Tokens that, put at `column` of `ids` (L), would complete one of `words` there."""
+    tokens = set()
+    for word in words:
+        for place, token in enumerate(word):
+            start = column - place
+            rest = [*word[:place], *word[place + 1 :]]
+            if start >= 0 and [*ids[start:column], *ids[column + 1 : start + len(word)]] == rest:
+                tokens.add(token)
+    return sorted(tokens)
 
 
 def row_generators(

@@ -36,3 +36,15 @@ def make_model() -> Callable[..., RADDForMaskedDiffusion]:
         return model
 
     return build
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., RADDForMaskedDiffusion]) -> RADDForMaskedDiffusion:
+    """V = 3, M = 1, one block."""
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def wide_model(make_model: Callable[..., RADDForMaskedDiffusion]) -> RADDForMaskedDiffusion:
+    """V = 10, M = 4, two blocks."""
+    return make_model(vocab_size=11, mask_token_id=4, num_hidden_layers=2, max_position_embeddings=64)

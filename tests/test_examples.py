@@ -154,6 +154,22 @@ def test_the_precision_of_draws_is_measured(capsys: pytest.CaptureFixture[str]):
     assert "rare share" in capsys.readouterr().out
 
 
+def test_sampling_benchmark_counts_what_it_times(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """The whole of it on a small network: rows of the run, calls of the baselines, a JSON with its settings."""
+    benchmark = load_example("benchmark_sampling")
+    small = "--length 8 --num_layers 1 --hidden_size 64 --batch_sizes 2 --steps_over_length 1 4 --probes 2".split()
+    results = benchmark.main([*small, "--output", str(tmp_path / "new" / "sampling.json")])
+    assert [result["steps"] for result in results] == [8, 32]
+    for result in results:
+        assert result["passes"] <= 8 and result["passes"] < result["rows"] <= 16
+        steps = result["steps"]
+        assert result["dense_passes"] == pytest.approx(steps * (1 - (1 - 1 / steps) ** 16))
+        assert result["no_cache/ours"] > 0 and result["dense/ours"] > 0 and result["peak_gib"] is None
+    saved = json.loads((tmp_path / "new" / "sampling.json").read_text(encoding="utf-8"))
+    assert saved["results"] == results and saved["settings"]["shape"] == "1 x 64, vocabulary 50258"
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
 def test_shipped_checkpoint_has_its_stated_likelihood():
     """The card's held-out figure within 4 of the two estimates' errors, on the same blocks with other draws."""
     from transformers import AutoTokenizer

@@ -45,17 +45,6 @@ def sample(model: nn.Module, x: tuple[int, ...], draws: int = DRAWS, **options) 
     return count(model.diffusion_generate(torch.tensor([x]).repeat(draws, 1), **options))
 
 
-@pytest.fixture(scope="module")
-def model(make_model: Builder) -> RADDForMaskedDiffusion:
-    return make_model()
-
-
-@pytest.fixture(scope="module")
-def wide_model(make_model: Builder) -> RADDForMaskedDiffusion:
-    """V = 10, M = 4, two blocks."""
-    return make_model(vocab_size=11, mask_token_id=4, num_hidden_layers=2, max_position_embeddings=64)
-
-
 PROBABILITIES = (0.5, 0.25, 0.15, 0.07, 0.03)
 
 
