@@ -208,6 +208,14 @@ def test_bad_words_never_come_about(make_model: Builder, options: dict):
     assert torch.equal(out.sequences[ids != M], ids[ids != M])
 
 
+def test_a_bad_word_of_given_and_of_new_tokens(wide_model: RADDForMaskedDiffusion):
+    ids = torch.tensor([[0, M, M]]).repeat(3000, 1)
+    word = run(wide_model, ids, num_steps=1).sequences.mode(0).values.tolist()
+    words = [word, *([0, i, word[2]] for i in (1, 2, 3))]
+    out = run(wide_model, ids, num_steps=1, bad_words_ids=words).sequences.tolist()
+    assert word in run(wide_model, ids, num_steps=1).sequences.tolist() and not any(word in out for word in words)
+
+
 def test_bad_words_leave_the_law_of_all_other_texts(make_model: Builder):
     """One pass of 20,000 rows: conditionals from left to right, without the token that would complete 0 0."""
     model = make_model(vocab_size=4, mask_token_id=3)
