@@ -21,7 +21,7 @@ def prepare_canvas(
     device: torch.device,
 ) -> tuple[torch.LongTensor, torch.Tensor | None]:
     """Checked ids (B, L) with all masks to fill in place, and their attention mask (`None` without padding)."""
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = config_length(config)
     if input_ids is None:
         if attention_mask is not None:
             raise ValueError("`attention_mask` must be None without `input_ids`.")
@@ -32,6 +32,7 @@ def prepare_canvas(
         length = options.max_new_tokens or options.max_length or longest
         if length is None:
             raise ValueError("`max_length` must be given: the model's config has no `max_position_embeddings`.")
+        _check_length(length, longest)
         canvas = torch.full((batch_size or 1, length), mask_token_id, device=device)
     else:
         if batch_size is not None:
@@ -45,11 +46,20 @@ def prepare_canvas(
                 attention_mask = None
         if options.max_new_tokens or (options.max_new_tokens is None and options.max_length is not None):
             canvas, attention_mask = append_masks(canvas, attention_mask, options, mask_token_id, config)
-    if longest is not None and canvas.shape[1] > longest:
-        raise ValueError(
-            f"`input_ids` and new tokens must fit max_position_embeddings={longest}, got length {canvas.shape[1]}."
-        )
+    _check_length(canvas.shape[1], longest)
     return canvas, attention_mask
+
+
+def config_length(config) -> int | None:
+    """Longest canvas of a model; `None` if its config does not say."""
+    return getattr(config, "max_position_embeddings", None)
+
+
+def _check_length(length: int, longest: int | None):
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"`input_ids` and new tokens must fit max_position_embeddings={longest}, got length {length}."
+        )
 
 
 def append_masks(
@@ -61,7 +71,8 @@ def append_masks(
 ) -> tuple[torch.LongTensor, torch.Tensor | None]:
     """Masks after each row's last real token: `max_new_tokens` more or `max_length` in all; padding on the left."""
     if not len(canvas):
-        return canvas, attention_mask
+        length = options.max_length if options.max_new_tokens is None else canvas.shape[1] + options.max_new_tokens
+        return canvas.new_empty(0, length), None
     rows = canvas if attention_mask is None else [ids[m] for ids, m in zip(canvas, attention_mask.bool(), strict=True)]
     if options.max_new_tokens is not None:
         counts = [options.max_new_tokens] * len(rows)
@@ -72,6 +83,7 @@ def append_masks(
                 f"`max_length` must be at least the length of `input_ids`, got {options.max_length} for a row of "
                 f"{max(len(row) for row in rows)} tokens."
             )
+    _check_length(max(len(row) + n for row, n in zip(rows, counts, strict=True)), config_length(config))
     rows = [torch.cat([row, row.new_full((n,), mask_token_id)]) for row, n in zip(rows, counts, strict=True)]
     pad = padding_token_id(options, mask_token_id, config)
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
@@ -81,12 +93,11 @@ def append_masks(
 
 
 def padding_token_id(options: RADDGenerationConfig, mask_token_id: int, config) -> int:
-    """`options.pad_token_id`, or the model's, or any id; never M, which must not come out."""
-    pad = options.pad_token_id
-    if pad is None:
-        pad = getattr(config, "pad_token_id", None)
-    if pad is None or pad == mask_token_id:
-        pad = 0 if mask_token_id else 1
+    """The pad id of `options` or of the model, or else their end token, or else any id; never M."""
+    ends = [options.eos_token_id, getattr(config, "eos_token_id", None)]
+    ends = [ids[0] if isinstance(ids, (list, tuple)) and ids else ids for ids in ends]
+    candidates = [options.pad_token_id, getattr(config, "pad_token_id", None), *ends, 0, 1]
+    pad = next(i for i in candidates if i is not None and i != mask_token_id)
     if not is_int(pad) or not 0 <= pad < config.vocab_size:
         raise ValueError(f"`pad_token_id` must be an id in [0, vocab_size={config.vocab_size}), got {pad!r}.")
     return pad
@@ -97,8 +108,8 @@ def end_token_ids(options: RADDGenerationConfig, config) -> list[int]:
     ids = options.eos_token_id if options.eos_token_id is not None else getattr(config, "eos_token_id", None)
     if ids is None:
         raise ValueError("`eos_token_id` must be given, or in the model's config, with `trim_at_eos`, got None.")
-    ids = ids if isinstance(ids, list) else [ids]
-    if not all(is_int(i) for i in ids):
+    ids = list(ids) if isinstance(ids, (list, tuple)) else [ids]
+    if not ids or not all(is_int(i) for i in ids):
         raise ValueError(f"`eos_token_id` must be an id or a list of ids, got {ids!r}.")
     reject_ids_outside("eos_token_id", ids, config.vocab_size)
     return ids
@@ -127,7 +138,7 @@ def check_order(order, shape: torch.Size, algorithm: str) -> torch.LongTensor | 
         return None
     if algorithm != "any_order":
         raise ValueError(f"`order` must be left at its default unless algorithm='any_order', got {algorithm!r}.")
-    order = torch.as_tensor(order).cpu()
+    order = torch.as_tensor(order, dtype=None if len(order) else torch.long).cpu()
     if order.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"`order` must hold integers, got {order.dtype}.")
     order = order.long()

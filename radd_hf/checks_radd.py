@@ -7,8 +7,8 @@ import torch
 
 
 def is_int(value: object) -> bool:
-    """Whether `value` is a whole number; `True` and `False` are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Whether `value` is a whole number that a tensor can hold; `True` and `False` are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def resolve_mask_token_id(mask_token_id: int | None, config) -> int:
@@ -38,15 +38,15 @@ def check_token_ids(input_ids: torch.LongTensor, vocab_size: int):
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a finite int or float; `True` and `False` are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether `value` is a finite float or an int that `is_int` takes; `True` and `False` are not."""
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def check_mask(name: str, mask: torch.Tensor | None, input_ids: torch.LongTensor):
     """Raise a ValueError naming the mask unless it is `None` or of the shape of `input_ids`, of 0 and 1 alone."""
     if mask is None:
         return
-    if getattr(mask, "shape", None) != input_ids.shape:
+    if not torch.is_tensor(mask) or mask.shape != input_ids.shape:
         found = tuple(mask.shape) if torch.is_tensor(mask) else type(mask).__name__
         raise ValueError(f"`{name}` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {found}.")
     if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):

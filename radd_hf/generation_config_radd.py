@@ -12,7 +12,7 @@ ALGORITHMS = (*TIMED_ALGORITHMS, "any_order", *ADAPTIVE_ALGORITHMS)
 REMASKING = ("cap", "rescale")
 ORDERS = ("random", "forward", "backward")
 SAMPLING_DTYPES = ("float64", "float32")
-MIN_TEMPERATURE = 1e-6  # below, float32 logits divided by it overflow
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e30  # beyond, float32 logits divided by it are infinite or not a number
 
 # Options that transformers' GenerationConfig does not have, with their defaults.
 _OWN_OPTIONS = {
@@ -81,7 +81,8 @@ class RADDGenerationConfig(GenerationConfig):
             entropies less the largest, which bounds their mutual information, is at most this many nats
             (Ben-Hamu et al. 2025, arXiv 2505.24857).
         block_length (`int`, *optional*): Fill the text block by block, this many tokens each, counted from the first
-            mask; for all algorithms but "tweedie" and "euler".
+            mask; for all algorithms but "tweedie" and "euler". Each block takes whole passes, so there may be more of
+            them than `num_steps`.
         remasking (`str`, *optional*): "cap" or "rescale": "tweedie" masks revealed tokens again and redraws them
             (ReMDM, Wang et al. 2025, arXiv 2503.00307); needs a grid. Given tokens are never masked.
         remasking_strength (`float`, *optional*, defaults to 0.0): eta in [0, 1]; 0 is plain "tweedie".
@@ -105,14 +106,15 @@ class RADDGenerationConfig(GenerationConfig):
         output_history (`bool`, *optional*, defaults to `False`): Record the sequences after each pass.
         output_log_probs (`bool`, *optional*, defaults to `False`): Return the log-probability of each drawn token.
         trim_at_eos (`bool`, *optional*, defaults to `False`): Pad what follows the first `eos_token_id` in the masks
-            at the end of a row, and return `lengths`. A row is done once nothing before that token is masked.
+            at the end of a row, and return `lengths`. Without `remasking` a row is done once nothing before that
+            token is masked. Where nobody names a padding id it is the end token.
         progress_bar (`bool`, *optional*, defaults to `False`): Show forward passes with tqdm.
         compile (`bool`, *optional*, defaults to `False`): Run the network through `torch.compile`, CUDA graphs
             included, at one static shape: rows that are done ride along and every position is computed, so it pays
             where launching kernels is the bottleneck (small batches on a GPU). On a CPU without `compile_config` it
             does nothing but say so.
         compile_config (`CompileConfig`, *optional*): Arguments of `torch.compile`; by default static shapes and mode
-            "reduce-overhead".
+            "reduce-overhead". Not saved, as in transformers.
         mask_token_id (`int`, *optional*): Defaults to the model config's.
         pad_token_id, eos_token_id (`int`, *optional*): Special ids; padding fills the left of rows of
             unequal length after `max_new_tokens`.
@@ -154,6 +156,7 @@ class RADDGenerationConfig(GenerationConfig):
             ("max_length", 1),
             ("max_new_tokens", 0),
             ("mask_token_id", 0),
+            ("pad_token_id", 0),
             ("top_k", 1),
             ("tokens_per_step", 1),
             ("block_length", 1),
@@ -162,7 +165,7 @@ class RADDGenerationConfig(GenerationConfig):
             if value is not None and (not is_int(value) or value < lowest):
                 raise ValueError(f"`{name}` must be None or an integer of at least {lowest}, got {value!r}.")
         for name, low, high, open_below in (
-            ("temperature", 0.0, float("inf"), False),
+            ("temperature", 0.0, MAX_TEMPERATURE, False),
             ("top_p", 0.0, 1.0, False),
             ("min_p", 0.0, 1.0, False),
             ("typical_p", 0.0, 1.0, True),
@@ -182,12 +185,13 @@ class RADDGenerationConfig(GenerationConfig):
                 f"`temperature` must be 0 (the likeliest token) or at least {MIN_TEMPERATURE}, got {self.temperature}."
             )
         suppress = self.suppress_tokens
-        if suppress is not None and not (isinstance(suppress, (list, tuple)) and all(is_int(i) for i in suppress)):
+        if suppress is not None and not _are_ids(suppress):
             raise ValueError(f"`suppress_tokens` must be a list of token ids, got {suppress!r}.")
+        if self.eos_token_id is not None and not is_int(self.eos_token_id) and not _are_ids(self.eos_token_id):
+            raise ValueError(f"`eos_token_id` must be an id or a list of ids, got {self.eos_token_id!r}.")
         words = self.bad_words_ids
         if words is not None and not (
-            isinstance(words, (list, tuple))
-            and all(isinstance(word, (list, tuple)) and len(word) and all(is_int(i) for i in word) for word in words)
+            isinstance(words, (list, tuple)) and all(_are_ids(word) and len(word) for word in words)
         ):
             raise ValueError(f"`bad_words_ids` must be a list of non-empty lists of token ids, got {words!r}.")
         if self.compile_config is not None and not isinstance(self.compile_config, CompileConfig):
@@ -253,6 +257,8 @@ def merge_options(own: GenerationConfig | None, given: GenerationConfig | None, 
     base = given if given is not None else own
     stored = {} if base is None else base.to_dict()
     stored = {k: v for k, v in stored.items() if v is not None and k not in _METADATA}
+    if stored.get("compile_config") is not None:  # the very object: torch.compile knows a backend by identity
+        stored["compile_config"] = base.compile_config
     return RADDGenerationConfig(**{**stored, **kwargs})
 
 
@@ -261,6 +267,10 @@ def reject_unknown_options(options: dict):
     unknown = sorted(set(options) - set(GENERATION_OPTIONS))
     if unknown:
         raise ValueError(f"Unknown generation option(s) {unknown}; valid options: {list(GENERATION_OPTIONS)}.")
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(is_int(i) and i >= 0 for i in value)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]):

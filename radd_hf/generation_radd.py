@@ -34,12 +34,13 @@ class RADDGenerationOutput(ModelOutput):
         nfe (`torch.LongTensor` of shape `(B * num_return_sequences,)`): Network calls each row took part in.
         forward_passes (`int`): Batched network calls: the largest `nfe`.
         reveal_pass (`torch.LongTensor` of shape `(B * num_return_sequences, L)`): Index of the row's network call that
-            the token was drawn from; -1 at given tokens and beyond an end token where nothing was drawn.
+            the token was drawn from; -1 at given tokens and, with `trim_at_eos`, beyond the end.
         lengths (`torch.LongTensor` of shape `(B * num_return_sequences,)`, *optional*): With `trim_at_eos`, real
             tokens of each row, the end token included.
         log_probs (`torch.Tensor` of shape `(B * num_return_sequences, L)`, *optional*): With `output_log_probs`, the
-            log-probability, nats, of each token under the law it was drawn from, processors included; 0 at given
-            tokens. Where one position is revealed a pass, their sum is the log-probability of the text.
+            log-probability, nats, of each token under the softmax of its logits after all processors (greedy: before
+            the likeliest is taken); 0 at given tokens and, with `trim_at_eos`, beyond the end. Where one position is
+            revealed a pass, their sum is the log-probability of the text in that order.
         history (`list` of `(rows, sequences)`, *optional*): After each pass, the rows in it and their ids.
     """
 
@@ -112,7 +113,12 @@ class DiffusionGenerationMixin:
         mask_token_id = resolve_mask_token_id(options.mask_token_id, self.config)
         ends = end_token_ids(options, self.config) if options.trim_at_eos else None
         reject_ids_outside("suppress_tokens", options.suppress_tokens or (), self.config.vocab_size)
-        reject_ids_outside("bad_words_ids", sum(map(list, options.bad_words_ids or ()), []), self.config.vocab_size)
+        words = [i for word in options.bad_words_ids or () for i in word]
+        reject_ids_outside("bad_words_ids", words, self.config.vocab_size)
+        if mask_token_id in words:
+            raise ValueError(
+                f"`bad_words_ids` must not hold the mask token's id, {mask_token_id}: it never comes out."
+            )
         # 2. canvas
         canvas, attention_mask = prepare_canvas(
             input_ids, attention_mask, options, mask_token_id, self.config, batch_size, self.device
@@ -137,6 +143,8 @@ class DiffusionGenerationMixin:
         else:
             plan = draw_reveal_plan(free, options, get_noise_schedule(self.config), generators, order, block)
         # 4. loop
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise ValueError(f"`streamer` must be a BaseStreamer or None, got {streamer!r}.")
         if streamer is not None and len(canvas) != 1:
             raise ValueError(f"`streamer` must be None for more than one sequence, got {len(canvas)} sequences.")
         draw = TokenDraw(options, mask_token_id, logits_processor, canvas.device)
@@ -156,6 +164,9 @@ class DiffusionGenerationMixin:
         if ends is not None:
             beyond = beyond_end(canvas, free, attention_mask, ends)
             canvas.masked_fill_(beyond, padding_token_id(options, mask_token_id, self.config))
+            output.reveal_pass.masked_fill_(beyond, -1)
+            if output.log_probs is not None:
+                output.log_probs.masked_fill_(beyond, 0.0)
             real = torch.ones_like(free) if attention_mask is None else attention_mask.bool()
             output.lengths = (real & ~beyond).sum(-1)
         if stream is not None:
@@ -386,10 +397,13 @@ def diffusion_generate(model: nn.Module, *args, **kwargs) -> RADDGenerationOutpu
     Args:
         model (`nn.Module`): Maps `input_ids` and `attention_mask` to an output with `logits` (B, L, V), and has a
             `config` with `vocab_size` and, unless the option is given, `mask_token_id`. Without a
-            `config.noise_schedule` the clock is log-linear. Where its positions are absolute, padding on the left
-            moves them.
+            `config.noise_schedule` the clock is log-linear. It gets nothing else (no `token_type_ids`). Where its
+            positions are absolute, padding on the left moves them; where they do not start at 0 (RoBERTa), give a
+            `max_length` below its `max_position_embeddings`.
         args, kwargs: As for the method. Options start from `RADDGenerationConfig`'s defaults, not from those of the
             model's generation config.
     """
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise ValueError(f"`model` must be a masked language model with a config, got {type(model).__name__}.")
     own = isinstance(model, DiffusionGenerationMixin)
     return (model if own else _Backbone(model)).diffusion_generate(*args, **kwargs)

@@ -25,7 +25,7 @@ MANY_PASSES = 32  # a lone batch with more forward passes than this gets a progr
 # Arguments of a call of diffusion_generate that are not saved options.
 _CALL_ARGUMENTS = ("generation_config", "generator", "logits_processor", "seed", "streamer")
 # Options that the pipeline itself sets.
-_RESERVED_OPTIONS = ("mask_token_id", "output_history", "return_dict_in_generate")
+_RESERVED_OPTIONS = ("mask_token_id", "output_history", "output_log_probs", "return_dict_in_generate")
 
 
 class InfillingPipeline(Pipeline):
@@ -85,6 +85,8 @@ class InfillingPipeline(Pipeline):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._dropped: dict[str, bool] = {}  # characters seen so far: whether the tokenizer skips them
+        if not hasattr(self.model, "diffusion_generate"):
+            raise ValueError(f"`model` must have `diffusion_generate`, got {type(self.model).__name__}.")
         own = getattr(self.tokenizer, "mask_token_id", None)
         if own is None:
             raise ValueError(f"`tokenizer` must have a mask token, got {type(self.tokenizer).__name__} without one.")
@@ -129,7 +131,9 @@ class InfillingPipeline(Pipeline):
         preprocess_params, call_params, _ = self._sanitize_parameters(**kwargs)
         call_params = {**self._forward_params, **call_params}
         order = call_params.get("order")
-        if torch.is_tensor(order):
+        if isinstance(order, tuple):
+            call_params["order"] = list(order)
+        elif torch.is_tensor(order):
             if order.dim() != 1:
                 raise ValueError(f"`order` must have one dimension, got shape {tuple(order.shape)}.")
             call_params["order"] = order.tolist()
@@ -146,6 +150,7 @@ class InfillingPipeline(Pipeline):
             **preprocess_params,
             "max_new_tokens": options.max_new_tokens,
             "max_length": options.max_length,
+            "trim_at_eos": options.trim_at_eos,
         }
         options.max_new_tokens, options.max_length = 0, None  # preprocess appends the masks
         # 3. texts to ids, 4. batches
@@ -167,6 +172,7 @@ class InfillingPipeline(Pipeline):
         parse_mask: bool = True,
         max_new_tokens: int | None = None,
         max_length: int | None = None,
+        trim_at_eos: bool = False,
     ) -> dict:
         """
         Ids of one input.
@@ -176,11 +182,17 @@ class InfillingPipeline(Pipeline):
             after the text; `num_masks`.
         """
         mask = self.tokenizer.mask_token_id
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        for name, number in (("max_new_tokens", max_new_tokens), ("max_length", max_length)):
+            if longest is not None and (number or 0) > longest:
+                raise ValueError(f"`{name}` must fit max_position_embeddings={longest}, got {number}.")
         framed, bare = self._encode(self.tokenizer.mask_token, True), self._encode(self.tokenizer.mask_token, False)
         start = framed.index(mask) - bare.index(mask)
         head, tail = framed[:start], framed[start + len(bare) :]
+        if trim_at_eos and tail:
+            raise ValueError(f"`trim_at_eos` must be False: this tokenizer ends every text itself, with {tail}.")
         if isinstance(inputs, dict):
-            prefix, suffix, length = _check_parts(inputs)
+            prefix, suffix, length = _check_parts(inputs, longest)
             source = prefix + suffix
             before, after = self._encode(prefix, False, parse_mask), self._encode(suffix, False, parse_mask)
             given, ids = before + after, before + [mask] * length + after
@@ -198,7 +210,6 @@ class InfillingPipeline(Pipeline):
                 raise ValueError(f"`max_length` must be at least the length of the text, got {max_length} for {used}.")
             max_new_tokens = max_length - used
         ids = [*head, *ids, *[mask] * (max_new_tokens or 0), *tail]
-        longest = getattr(self.model.config, "max_position_embeddings", None)
         if longest is not None and len(ids) > longest:
             raise ValueError(
                 f"`inputs` must fit max_position_embeddings={longest}, got {len(ids)} tokens, new ones included, for "
@@ -303,7 +314,7 @@ class InfillingPipeline(Pipeline):
     def _forward(
         self, batch: dict, options: RADDGenerationConfig, logits_processor=None, streamer=None
     ) -> dict[str, torch.Tensor]:
-        """`sequences` (B, R, L), `free` (B, L), `nfe` (B, R) and the tokens' mean-field `log_probs` (B, R, L)."""
+        """`sequences` (B, R, L), `free` (B, L), `nfe` and `ends` (B, R), and the tokens' mean-field `log_probs`."""
         ids, attention_mask, repeats = batch["input_ids"], batch["attention_mask"], options.num_return_sequences
         output = self.model.diffusion_generate(
             ids,
@@ -316,6 +327,7 @@ class InfillingPipeline(Pipeline):
         sequences = output.sequences.unflatten(0, (len(ids), repeats))  # (B, R, L)
         free = (ids == options.mask_token_id) & attention_mask.bool()
         log_probs = torch.zeros(sequences.shape, dtype=torch.float32, device=ids.device)
+        ends = torch.full_like(output.nfe, ids.shape[1]) if output.lengths is None else output.lengths
         start, place = 0, free.nonzero()  # row-major
         with evaluation_mode(self.model):
             states = self.model._reveal_states(ids, attention_mask, free)
@@ -331,6 +343,7 @@ class InfillingPipeline(Pipeline):
             "free": free,
             "nfe": output.nfe.unflatten(0, (-1, repeats)),
             "log_probs": log_probs,
+            "ends": ends.unflatten(0, (-1, repeats)),
         }
 
     def postprocess(self, outputs: dict, num_return_sequences: int = 1) -> list[dict]:
@@ -339,14 +352,18 @@ class InfillingPipeline(Pipeline):
             same = {"text": outputs["source"], "infills": [], "score": 0.0, "nfe": 0}
             return [{**same, "infills": []} for _ in range(num_return_sequences)]
         head, tail = outputs["frame"]
-        end = len(outputs["ids"]) - tail
         candidates = []
-        for ids, nfe, log_probs in zip(outputs["sequences"], outputs["nfe"], outputs["log_probs"], strict=True):
+        for ids, nfe, log_probs, end in zip(
+            *(outputs[name] for name in ("sequences", "nfe", "log_probs", "ends")), strict=True
+        ):
+            end = min(len(outputs["ids"]) - tail, int(end))  # the text's, or with `trim_at_eos` its end token's
+            filled = outputs["free"].nonzero()[:, 0]
+            filled = filled[filled < end]
             candidates.append(
                 {
                     "text": self._decode(ids[head:end].tolist()),
-                    "infills": [self._decode([token]) for token in ids[outputs["free"]].tolist()],
-                    "score": float(log_probs[outputs["free"]].double().mean()),
+                    "infills": [self._decode([token]) for token in ids[filled].tolist()],
+                    "score": float(log_probs[filled].double().mean()),
                     "nfe": int(nfe),
                 }
             )
@@ -373,6 +390,8 @@ def _text_seed(seed: int | list[int], text: int, candidate: int) -> int:
 
 def _call_seed(seed: int | list[int] | None, generator: torch.Generator | None) -> int | list[int]:
     """The seed of a call: as given, or drawn from `generator` or from torch's default generator."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"`generator` must be a torch.Generator or None, got {generator!r}.")
     if seed is not None and generator is not None:
         raise ValueError("Only one of `seed` and `generator` may be given.")
     if seed is None:
@@ -385,8 +404,8 @@ def _call_seed(seed: int | list[int] | None, generator: torch.Generator | None) 
     raise ValueError(f"`seed` must be an integer or a list of integers, one a text, got {seed!r}.")
 
 
-def _check_parts(parts: dict) -> tuple[str, str, int]:
-    """Checked `prefix`, `suffix` (empty if absent) and `length`."""
+def _check_parts(parts: dict, longest: int | None) -> tuple[str, str, int]:
+    """Checked `prefix`, `suffix` (empty if absent) and `length`, at most `longest`."""
     unknown = sorted(set(parts) - {"prefix", "suffix", "length"}, key=str)
     if unknown:
         raise ValueError(f"An input dict must have the keys prefix, suffix and length alone, got {unknown}.")
@@ -396,6 +415,8 @@ def _check_parts(parts: dict) -> tuple[str, str, int]:
     length = parts.get("length")
     if not is_int(length) or length < 0:
         raise ValueError(f"`length` must be an integer of at least 0, the number of tokens to insert, got {length!r}.")
+    if longest is not None and length > longest:
+        raise ValueError(f"`length` must fit max_position_embeddings={longest}, got {length}.")
     return parts.get("prefix") or "", parts.get("suffix") or "", length
 
 

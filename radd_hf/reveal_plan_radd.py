@@ -171,7 +171,7 @@ def block_index(
     free: torch.BoolTensor, attention_mask: torch.Tensor | None, block_length: int | None
 ) -> torch.LongTensor | None:
     """Block of each position (B, L): `block_length` real tokens each, from the row's first free one; None for one."""
-    if block_length is None:
+    if block_length is None or not free.numel():
         return None
     real = torch.ones_like(free) if attention_mask is None else attention_mask.bool()
     place = real.long().cumsum(-1)
@@ -218,7 +218,7 @@ class AdaptiveReveals:
 
     The certainty is a number of the distribution, never of a drawn token: the largest probability ("confidence"),
     minus the entropy ("entropy") or the lead of the first token over the second ("margin"). The surest come first,
-    and within 2^-16 of each other the leftmost, so that rounding decides nothing on a canvas of masks alone. The
+    and where they agree to about 2^-16 the leftmost, so that rounding decides nothing on a canvas of masks alone. The
     resulting law of the text is not that of the model's any-order factorisation.
 
     Args:

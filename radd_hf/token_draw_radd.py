@@ -35,6 +35,7 @@ class Chunk:
         column (`torch.LongTensor` of shape `(N,)`): Column of each, ascending within a row.
         text (`torch.LongTensor` of shape `(R, L)`): Ids as the network saw them, with the mask token at padding.
         filled (`torch.LongTensor` of shape `(R, L)`): `text` and what was drawn in this pass so far.
+        allowed (`torch.Tensor` of shape `(N, V)`, *optional*): With bad words, the scores that the warpers get.
     """
 
     logits: torch.Tensor
@@ -42,6 +43,7 @@ class Chunk:
     column: torch.LongTensor
     text: torch.LongTensor
     filled: torch.LongTensor
+    allowed: torch.Tensor | None = None
 
 
 class TokenDraw:
@@ -65,21 +67,28 @@ class TokenDraw:
         self.chunk_size = options.chunk_size
         self.with_log_probs = options.output_log_probs
         self.mask_token_id = mask_token_id
-        self.processors = build_logits_processors(options, logits_processor, device)
+        self.penalties = build_penalties(options, logits_processor, device)
+        self.warpers = build_warpers(options)
         self.bad_words = [word for word in options.bad_words_ids or () if len(word) > 1]
-        self.reads_ids = len(self.processors) + len(self.bad_words) > 0
+        self.reads_ids = len(self.penalties) + len(self.warpers) + len(self.bad_words) > 0
         self._all_valid = torch.ones((), dtype=torch.bool, device=device)
 
     def scores(self, chunk: "Chunk") -> torch.Tensor:
         """Processed logits (N, V), -inf at the mask token: their softmax is the law of the draw."""
         scores = chunk.logits
         scores[:, self.mask_token_id] = float("-inf")
-        if self.processors:  # they see no mask token as text; -inf columns stay so
-            scores = self.processors(chunk.text[chunk.row], scores.float())
+        if self.penalties:  # they see no mask token as text; -inf columns stay so
+            scores = self.penalties(chunk.text[chunk.row], scores.float())
             scores[:, self.mask_token_id] = float("-inf")
         if self.bad_words:
             for here, banned in zip(scores, self._banned(chunk, chunk.text), strict=True):
                 here[banned] = float("-inf")
+            chunk.allowed = scores.clone()
+        return self._warp(chunk.text[chunk.row], scores) if self.warpers else scores
+
+    def _warp(self, ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = self.warpers(ids, scores.float())
+        scores[:, self.mask_token_id] = float("-inf")
         return scores
 
     def __call__(
@@ -96,20 +105,30 @@ class TokenDraw:
 
     def _draw(self, chunk: "Chunk", law: torch.Tensor, generators: list[torch.Generator]) -> torch.LongTensor:
         """A token (N,) from each law (N, V); what a bad word forbids becomes -inf there."""
-        scores = law
+        noise = None
         if not self.greedy:
             noise = torch.empty(law.shape, dtype=self.dtype, device=generators[0].device)
             for one, generator in zip(noise, generators, strict=True):  # a call a position: chunks change nothing
                 one.exponential_(generator=generator)
-            scores = noise.log_().neg_().to(law.device).add_(law)
-            scores[:, self.mask_token_id] = float("-inf")
-        if self.bad_words:  # from left to right: what this pass has drawn before counts as text
-            for i, banned in enumerate(self._banned(chunk, chunk.filled)):
-                scores[i, banned] = law[i, banned] = float("-inf")
-                chunk.filled[chunk.row[i], chunk.column[i]] = scores[i].argmax()
+            noise = noise.log_().neg_().to(law.device)  # standard Gumbel
+        if self.bad_words:
+            self._forbid_bad_words(chunk, law, noise)
+        scores = law if noise is None else noise.add_(law)
+        scores[:, self.mask_token_id] = float("-inf")
         best, token = scores.max(dim=-1)
         self._all_valid &= (best > float("-inf")).all()
         return token
+
+    def _forbid_bad_words(self, chunk: "Chunk", law: torch.Tensor, noise: torch.Tensor | None):
+        """From left to right, the law (in place) without what completes a bad word now that this pass has drawn."""
+        for i, banned in enumerate(self._banned(chunk, chunk.filled)):
+            if banned:
+                here = slice(i, i + 1)
+                chunk.allowed[i, banned] = float("-inf")
+                allowed = chunk.allowed[here]
+                law[here] = self._warp(chunk.text[chunk.row[here]], allowed) if self.warpers else allowed
+            token = (law[i] if noise is None else law[i] + noise[i]).argmax()
+            chunk.filled[chunk.row[i], chunk.column[i]] = token
 
     def _banned(self, chunk: "Chunk", text: torch.LongTensor) -> Iterator[list[int]]:
         """For each position, when its turn comes, the tokens that would complete a bad word in `text` (R, L)."""
@@ -128,22 +147,30 @@ class TokenDraw:
         """Raise a ValueError if some position had no token to draw: every logit -inf or not a number."""
         if not bool(self._all_valid):
             raise ValueError(
-                "The logits of some position are all -inf or NaN: `suppress_tokens`, `logits_processor` or the model "
-                "leave no token to draw."
+                "The logits of some position are all -inf or NaN: `suppress_tokens`, `bad_words_ids`, "
+                "`logits_processor` or the model leave no token to draw."
             )
 
 
-def build_logits_processors(
+def build_penalties(
     options: RADDGenerationConfig, custom: LogitsProcessorList | None, device: torch.device
 ) -> LogitsProcessorList:
-    """transformers' processors for `options`: penalties, then `custom`, then (unless greedy) the warpers."""
+    """transformers' processors for `options` that say which tokens, then `custom`."""
     processors = LogitsProcessorList()
+    if custom is not None and not (isinstance(custom, (list, tuple)) and all(map(callable, custom))):
+        raise ValueError(f"`logits_processor` must be a LogitsProcessorList or None, got {type(custom).__name__}.")
     if options.repetition_penalty is not None and options.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(penalty=float(options.repetition_penalty)))
     suppressed = [*(options.suppress_tokens or ()), *(w[0] for w in options.bad_words_ids or () if len(w) == 1)]
     if suppressed:
         processors.append(SuppressTokensLogitsProcessor(suppressed, device=device))
     processors.extend(custom or [])
+    return processors
+
+
+def build_warpers(options: RADDGenerationConfig) -> LogitsProcessorList:
+    """transformers' processors for `options` that reshape the law of the tokens that are left; none if greedy."""
+    processors = LogitsProcessorList()
     if options.is_greedy:
         return processors
     if options.temperature is not None and options.temperature != 1:

@@ -58,7 +58,7 @@ def test_padding_by_the_mask_token_never_comes_out(model):
         ({"typical_p": 0.0}, r"`typical_p` must be None or a number in \(0.0, 1.0\], got 0.0"),
         ({"repetition_penalty": 0}, r"`repetition_penalty` must be None or a number in \(0.0, inf\), got 0"),
         ({"repetition_penalty": float("inf")}, r"`repetition_penalty` must be .* in \(0.0, inf\), got inf"),
-        ({"temperature": float("inf")}, r"`temperature` must be None or a number in \[0.0, inf\), got inf"),
+        ({"temperature": float("inf")}, r"`temperature` must be None or a number in \[0.0, 1e\+30\], got inf"),
         ({"temperature": 1e-40}, "`temperature` must be 0 .* or at least 1e-06, got 1e-40"),
         ({"generation_config": {"top_k": 3}}, "`generation_config` must be a GenerationConfig or None, got dict"),
         ({"generation_config": torch.ones(2, 3)}, "`generation_config` must be .*, got Tensor"),
@@ -297,7 +297,7 @@ def test_ties_go_to_the_left_whatever_the_padding(model, algorithm: str):
     [
         ({"generator": 3}, "`generator` must be a torch.Generator or None, got 3"),
         ({"times": "a"}, "`times` must be a list of numbers, got 'a'"),
-        ({"trim_at_eos": True, "eos_token_id": "a"}, r"`eos_token_id` must be an id or a list of ids, got \['a'\]"),
+        ({"trim_at_eos": True, "eos_token_id": "a"}, r"`eos_token_id` must be an id or a list of ids, got 'a'"),
         (
             {"trim_at_eos": True, "eos_token_id": 99},
             r"`eos_token_id` must hold ids in \[0, vocab_size=7\), got \[99\]",
@@ -311,7 +311,7 @@ def test_more_wrong_options(model, options: dict, message: str):
 
 def test_huge_quotas_mean_everything(model):
     out = model.diffusion_generate(
-        IDS, algorithm="margin", tokens_per_step=10**30, block_length=10**30, seed=0, return_dict_in_generate=True
+        IDS, algorithm="margin", tokens_per_step=10**18, block_length=10**18, seed=0, return_dict_in_generate=True
     )
     assert out.nfe.tolist() == [1, 0]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerFast, pipeline
+from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast, pipeline
 from transformers.utils import logging
 
 from radd_hf import InfillingPipeline, RADDConfig, RADDForMaskedDiffusion, RADDGenerationConfig, diffusion_loss
@@ -416,6 +416,54 @@ def test_tokens_that_the_tokenizer_adds_are_seen_by_the_model_but_not_returned(s
     assert row[0] == bos and row[-1] == eos and row.count(bos) == row.count(eos) == 1
     for text in ("The [MASK] fox", "[MASK]"):
         assert spy(pipe, text)[1]["input_ids"][0].tolist() == tokenizer(text)["input_ids"]
+
+
+def test_a_text_ends_at_its_end_token(pipe):
+    """User case 27: no padding in the text, the infills or the score, whatever the padding id."""
+    end = pipe.tokenizer.eos_token_id
+    text = "[MASK]" + " [MASK]" * 19
+    options = {"algorithm": "any_order", "order": "forward", "eos_token_id": [end, 40, 41, 42, 43, 44, 45]}
+    full = pipe([text] * 8, seed=3, **options)
+    cut = pipe([text] * 8, seed=3, trim_at_eos=True, pad_token_id=60, batch_size=3, **options)
+    assert any(len(one["infills"]) < 20 for one in cut)
+    for one, whole in zip(cut, full, strict=True):
+        assert one["infills"] == whole["infills"][: len(one["infills"])] and one["nfe"] == len(one["infills"])
+        assert one["text"] == whole["text"][: len(one["text"])]
+        assert one["text"].count(pipe.tokenizer.decode([60])) == "".join(one["infills"]).count(
+            pipe.tokenizer.decode([60])
+        )
+    several = pipe(text, seed=3, trim_at_eos=True, num_return_sequences=6, **options)
+    assert len({len(one["infills"]) for one in several}) > 1
+    scores = [one["score"] for one in several]
+    assert scores == sorted(scores, reverse=True) and min(scores) > -50
+    tokenizer = masked_byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)]
+    )
+    closing = InfillingPipeline(model=tiny_model(tokenizer), tokenizer=tokenizer, device=-1)
+    with pytest.raises(ValueError, match="`trim_at_eos` must be False: this tokenizer ends every text itself, with"):
+        closing(text, trim_at_eos=True, eos_token_id=end)
+
+
+def test_what_the_pipeline_cannot_do_is_said(pipe):
+    for options, message in (
+        ({"output_log_probs": True}, r"The pipeline sets the option\(s\) \['output_log_probs'\] itself"),
+        ({"generator": 5}, "`generator` must be a torch.Generator or None, got 5"),
+        ({"max_new_tokens": 10**12}, "`max_new_tokens` must fit max_position_embeddings=48, got 1000000000000"),
+        ({"max_length": 10**12}, "`max_length` must fit max_position_embeddings=48"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pipe("The [MASK]", **options)
+    with pytest.raises(ValueError, match="`length` must fit max_position_embeddings=48, got 1000000000000"):
+        pipe(prefix="The", length=10**12)
+    order = tuple(range(12))
+    both = ["The [MASK] [MASK]", "The quick brown fox [MASK]"]
+    assert pipe(both, algorithm="any_order", order=order, batch_size=1, seed=0) == pipe(
+        both, algorithm="any_order", order=list(order), batch_size=1, seed=0
+    )
+    bert = BertForMaskedLM(BertConfig(vocab_size=len(pipe.tokenizer), hidden_size=8, num_attention_heads=1))
+    with pytest.raises(ValueError, match="`model` must have `diffusion_generate`, got BertForMaskedLM"):
+        InfillingPipeline(model=bert, tokenizer=pipe.tokenizer, device=-1)
 
 
 def test_options_reach_the_sampler(pipe, spy):

@@ -240,12 +240,29 @@ def test_bad_words_leave_the_law_of_all_other_texts(make_model: Builder):
     assert out.log_probs[:50].sum(-1).exp().tolist() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("warper", [{"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.9}])
+@pytest.mark.parametrize("plan", [{"algorithm": "any_order", "order": "forward"}, {"num_steps": 1}])
+def test_what_a_bad_word_forbids_is_no_candidate_of_the_warpers(plan: dict, warper: dict):
+    """Logits 0, 1, 5: the likeliest token that may be next, one pass or many."""
+    config = RADDConfig(
+        vocab_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=8
+    )
+    constant = RADDForMaskedDiffusion(config)
+    with torch.no_grad():
+        constant.lm_head.bias[:3] = torch.tensor([0.0, 1.0, 5.0])
+    out = run(constant, torch.full((2, 6), 3), bad_words_ids=[[2, 2]], **warper, **plan)
+    assert out.sequences.tolist() == [[2, 1, 2, 1, 2, 1]] * 2
+    with pytest.raises(ValueError, match="`bad_words_ids`, .* leave no token to draw"):
+        run(constant, torch.full((1, 2), 3), bad_words_ids=[[a, b] for a in range(3) for b in range(3)], **plan)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([1, 2], r"`bad_words_ids` must be a list of non-empty lists of token ids, got \[1, 2\]"),
         ([[]], r"`bad_words_ids` must be a list of non-empty lists"),
         ([[1, "a"]], r"`bad_words_ids` must be a list of non-empty lists"),
+        ([[1, M]], r"`bad_words_ids` must not hold the mask token's id, 4"),
         ([[1, 99]], r"`bad_words_ids` must hold ids in \[0, vocab_size=11\), got \[99\]"),
     ],
 )
@@ -278,7 +295,16 @@ def test_a_row_is_done_once_its_text_has_ended(wide_model: RADDForMaskedDiffusio
     handle = wide_model.model.register_forward_pre_hook(
         lambda module, args, kwargs: called.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    out = run(wide_model, ids, eos_token_id=9, pad_token_id=0, trim_at_eos=True, output_history=True, **options)
+    out = run(
+        wide_model,
+        ids,
+        eos_token_id=9,
+        pad_token_id=0,
+        trim_at_eos=True,
+        output_history=True,
+        output_log_probs=True,
+        **options,
+    )
     handle.remove()
     assert sum(called) == int(out.nfe.sum()) and len(called) == out.forward_passes
     ended = 0
@@ -289,9 +315,20 @@ def test_a_row_is_done_once_its_text_has_ended(wide_model: RADDForMaskedDiffusio
         assert torch.equal(row[:length], whole[:length]) and bool((row[length:] == 0).all())
         ended += bool(ends)
     assert ended > 12
+    beyond = torch.arange(24) >= out.lengths[:, None]
+    assert bool((out.reveal_pass[beyond] == -1).all()) and bool((out.log_probs[beyond] == 0).all())
+    assert torch.equal(out.reveal_pass[~beyond], full.reveal_pass[~beyond])
     assert bool((out.nfe <= full.nfe).all())
     assert (int(out.nfe.sum()) < int(full.nfe.sum())) == saves
     assert len(out.history) == out.forward_passes
+
+
+def test_padding_without_a_padding_id_is_the_end_token(wide_model: RADDForMaskedDiffusion):
+    options = {"eos_token_id": [9, 8], "algorithm": "any_order", "order": "forward"}
+    out = run(wide_model, torch.full((8, 20), M), trim_at_eos=True, **options)
+    assert int(out.lengths.min()) < 20
+    for row, length in zip(out.sequences, out.lengths.tolist(), strict=True):
+        assert bool((row[length:] == 9).all())
 
 
 def test_a_streamer_ends_where_the_text_does(wide_model: RADDForMaskedDiffusion):
@@ -359,6 +396,15 @@ def test_compiled_passes_give_the_same_tokens_at_one_shape(make_model: Builder, 
     assert backend.compiled == 1 and len(backend.shapes) == 1
 
 
+def test_a_compile_config_of_a_generation_config_is_compiled_once(make_model: Builder):
+    model, backend = make_model(vocab_size=11, mask_token_id=M), Backend()
+    config = CompileConfig(dynamic=False, backend=backend, mode="default")
+    model.generation_config = RADDGenerationConfig(compile=True, compile_config=config)
+    for _ in range(2):
+        run(model)
+    assert backend.compiled == 1
+
+
 def test_compiled_bert():
     torch.manual_seed(0)
     config = BertConfig(
@@ -385,6 +431,48 @@ def test_compile_on_a_cpu_says_that_it_does_nothing(wide_model: RADDForMaskedDif
     assert torch.equal(out.sequences, run(wide_model).sequences)
     with pytest.raises(ValueError, match="`compile_config` must be a CompileConfig or None, got {}"):
         run(wide_model, compile=True, compile_config={})
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 10**9, "batch_size": 1}, "must fit max_position_embeddings=64, got length 1000000000"),
+        ({"max_new_tokens": 10**12}, "must fit max_position_embeddings=64, got length 1000000000008"),
+        ({"max_length": 10**12}, "must fit max_position_embeddings=64, got length 1000000000000"),
+        ({"chunk_size": 2**70}, "`chunk_size` must be an integer of at least 1, got 1180591620717411303424"),
+        ({"temperature": 10**400}, "`temperature` must be None or a number in"),
+        ({"temperature": 1e39}, r"`temperature` must be None or a number in \[0.0, 1e\+30\], got 1e\+39"),
+        ({"logits_processor": abs}, "`logits_processor` must be a LogitsProcessorList or None"),
+        ({"logits_processor": "abc"}, "`logits_processor` must be a LogitsProcessorList or None, got str"),
+        ({"streamer": 5}, "`streamer` must be a BaseStreamer or None, got 5"),
+        ({"attention_mask": [1]}, "`attention_mask` must have the shape of `input_ids`"),
+        ({"order": [], "algorithm": "any_order"}, "`order` must have shape"),
+        ({"eos_token_id": [], "trim_at_eos": True}, r"`eos_token_id` must be an id or a list of ids, got \[\]"),
+        ({"eos_token_id": 1.5}, "`eos_token_id` must be an id or a list of ids, got 1.5"),
+        ({"pad_token_id": -5}, "`pad_token_id` must be None or an integer of at least 0, got -5"),
+        ({"suppress_tokens": [-1]}, r"`suppress_tokens` must be a list of token ids, got \[-1\]"),
+    ],
+)
+def test_more_wrong_values(wide_model: RADDForMaskedDiffusion, options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        run(wide_model, **options)
+
+
+def test_wrong_models():
+    with pytest.raises(ValueError, match="`model` must be a masked language model with a config, got NoneType"):
+        diffusion_generate(None, torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_empty_canvases(wide_model: RADDForMaskedDiffusion):
+    none = torch.zeros(0, 4, dtype=torch.long)
+    with pytest.warns(UserWarning, match="No mask token"):
+        assert run(wide_model, none, max_new_tokens=3).sequences.shape == (0, 7)
+    with pytest.warns(UserWarning, match="No mask token"):
+        out = run(wide_model, torch.zeros(1, 0, dtype=torch.long), algorithm="confidence", block_length=2)
+    assert out.sequences.shape == (1, 0) and out.forward_passes == 0
 
 
 # Memory
