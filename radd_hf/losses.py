@@ -222,7 +222,8 @@ def diffusion_loss(
         input_ids (`torch.LongTensor` of shape `(B, L)`): Clean tokens x_0.
         loss_type (`str`): "dse", "t_dce", "lambda_dce" or "ao".
         noise_schedule (`NoiseSchedule` or `str`, *optional*): For "dse" and "t_dce"; defaults to the model config's.
-        attention_mask (`torch.Tensor` of shape `(B, L)`, *optional*): 0 at padding: invisible, never masked.
+        attention_mask (`torch.Tensor` of shape `(B, L)`, *optional*): 0 at padding: invisible, never masked. Of shape
+            `(B, 1, L, L)` it goes to the model as it is, and `loss_mask` has to leave out padding.
         loss_mask (`torch.Tensor` of shape `(B, L)`, *optional*): False at context: never masked, never scored.
         time_sampling (`str`, *optional*, defaults to `"stratified"`): See `draw_unit`.
         time_eps (`float`, *optional*, defaults to 1e-3): t ~ U[time_eps, 1] for "dse" and "t_dce".
@@ -265,6 +266,8 @@ def maskable_positions(
 ) -> torch.BoolTensor:
     """Where tokens may be masked, (B, L): real tokens that `loss_mask` does not make context."""
     maskable = torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        attention_mask = None  # it says which token sees which, not which are real: that is `loss_mask`'s to say
     for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
         check_mask(name, mask, input_ids)
         if mask is not None:

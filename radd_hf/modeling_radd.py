@@ -28,7 +28,7 @@ from .noise_schedule_radd import get_noise_schedule
 if TYPE_CHECKING:  # never run: makes save_pretrained ship the pipeline's file beside the weights
     from .pipeline_radd import InfillingPipeline  # noqa: F401
 
-# Backends whose kernels accept fewer queries than keys; the others compute the last block at all positions.
+# Backends whose kernels take any mask and fewer queries than keys; the others compute the last block everywhere.
 _SLICEABLE_ATTENTION = ("sdpa", "eager")
 
 
@@ -195,6 +195,12 @@ class RADDModel(RADDPreTrainedModel):
             raise ValueError(
                 f"`attention_mask` must have the inputs' shape {tuple(inputs_embeds.shape[:2])}, got "
                 f"{tuple(attention_mask.shape)}."
+            )
+        implementation = self.config._attn_implementation
+        if attention_mask is not None and attention_mask.dim() == 4 and implementation not in _SLICEABLE_ATTENTION:
+            raise ValueError(
+                f"A 4-D `attention_mask` needs an attention implementation in {list(_SLICEABLE_ATTENTION)}, got "
+                f"{implementation!r}."
             )
         if attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = attention_mask.bool()  # positions count real tokens: 2 or 0.5 must count as 1

@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 
 from .callbacks import EMACallback
-from .data import MaskedDiffusionCollator
+from .data import MaskedDiffusionCollator, check_tokenizer, document_attention_mask
 from .evaluation import perplexity
 from .losses import DiffusionLossOutput, diffusion_loss_terms
 from .token_draw_radd import mix_seed
@@ -38,7 +38,8 @@ class RADDTrainer(Trainer):
         kwargs: As for `Trainer`.
 
     Raises:
-        ValueError: A data set is empty, or `args` are plain `TrainingArguments`.
+        ValueError: A data set is empty, `args` are plain `TrainingArguments`, or the tokenizer given as
+            `processing_class` has another mask token or more tokens than the model.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class RADDTrainer(Trainer):
             raise ValueError(f"`args` must be RADDTrainingArguments or None, got {type(args).__name__}.")
         kwargs.setdefault("compute_metrics", likelihood_metrics)
         super().__init__(model, args, data_collator or MaskedDiffusionCollator(), **kwargs)
+        if getattr(self.processing_class, "mask_token_id", None) is not None:
+            check_tokenizer(self.processing_class, self.model.config)
         self.model_accepts_loss_kwargs = False  # compute_loss returns a mean: accumulation has to divide it
         self._record_loss(self.model)
         self.ema = EMACallback(self.model, self.args.ema_decay) if self.args.ema_decay else None
@@ -165,12 +168,17 @@ class RADDTrainer(Trainer):
     def _loss_terms(
         self, model: nn.Module, inputs: dict, loss_type: str, generator: torch.Generator
     ) -> DiffusionLossOutput:
+        attention_mask, loss_mask = inputs.get("attention_mask"), inputs.get("loss_mask")
+        if "document_ids" in inputs:
+            if attention_mask is not None:
+                loss_mask = attention_mask.bool() if loss_mask is None else attention_mask.bool() & loss_mask
+            attention_mask = document_attention_mask(inputs["document_ids"], attention_mask)
         return diffusion_loss_terms(
             model,
             inputs["input_ids"],
             loss_type,
-            attention_mask=inputs.get("attention_mask"),
-            loss_mask=inputs.get("loss_mask"),
+            attention_mask=attention_mask,
+            loss_mask=loss_mask,
             time_sampling=self.args.time_sampling,
             time_eps=self.args.time_eps,
             mask_token_id=self.args.mask_token_id,

@@ -195,7 +195,7 @@ def test_context_and_padding_are_never_scored():
 def test_pack_blocks_joins_with_eos_and_drops_the_rest():
     assert pack_blocks([[1, 2], [3], [4, 5, 6]], 4, eos_token_id=9).tolist() == [[1, 2, 9, 3], [9, 4, 5, 6]]
     assert pack_blocks([[1, 2], [3, 4, 5]], 2).tolist() == [[1, 2], [3, 4]]
-    with pytest.raises(ValueError, match="at least one block of 10 tokens, got 3"):
+    with pytest.raises(ValueError, match="at least one block of 10 tokens, got fewer"):
         pack_blocks([[1, 2]], 10, eos_token_id=9)
     with pytest.raises(ValueError, match="`block_size` must be positive"):
         pack_blocks([[1]], 0)
