@@ -10,14 +10,16 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import ProgressCallback, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 
 from .callbacks import EMACallback
 from .data import MaskedDiffusionCollator, check_tokenizer, document_attention_mask
 from .evaluation import perplexity
+from .logging_callbacks import DiffusionProgressCallback, TokenRate
 from .losses import DiffusionLossOutput, diffusion_loss_terms
+from .model_card import write_training_card
 from .token_draw_radd import mix_seed
 from .training_args import RADDTrainingArguments
 
@@ -60,6 +62,10 @@ class RADDTrainer(Trainer):
         self.ema = EMACallback(self.model, self.args.ema_decay) if self.args.ema_decay else None
         if self.ema is not None:
             self.add_callback(self.ema)
+        if self.pop_callback(ProgressCallback) is not None:  # a notebook has a table instead
+            self.add_callback(DiffusionProgressCallback)
+        self.token_rate = TokenRate()
+        self.add_callback(self.token_rate)
         self._nll_sum, self._nll_count = 0.0, 0
         self._micro_step, self._noise_step = 0, None
         self._eval_step = 0
@@ -69,6 +75,8 @@ class RADDTrainer(Trainer):
     ) -> torch.Tensor | tuple[torch.Tensor, DiffusionLossOutput]:
         """The loss `args.loss_type` of a batch, reduced as `args.loss_reduction` says."""
         terms = self._loss_terms(model, inputs, self.args.loss_type, self._training_generator())
+        if model.training:
+            self.token_rate.count(inputs["input_ids"])
         if model.training and bool((terms.num_masked > 0).any()):
             self._nll_sum += terms.nll_per_token.detach()
             self._nll_count += 1
@@ -117,11 +125,13 @@ class RADDTrainer(Trainer):
         return model
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
-        """Add `nll_per_token`, the mean since the last log over all processes."""
+        """Add `nll_per_token`, the mean since the last log over all processes, and `tokens_per_second` of them all."""
         if "loss" in logs and self._nll_count:
             mean = torch.as_tensor(self._nll_sum / self._nll_count, device=self.args.device)
             logs["nll_per_token"] = round(self.accelerator.gather(mean.reshape(1)).mean().item(), 4)
             self._nll_sum, self._nll_count = 0.0, 0
+        if "loss" in logs:
+            logs["tokens_per_second"] = round(self.token_rate.take(self.accelerator), 1)
         super().log(logs, start_time)
 
     def ema_model(self) -> nn.Module:
@@ -132,10 +142,43 @@ class RADDTrainer(Trainer):
             return copy.deepcopy(self.model).eval()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
-        """Write the averaged weights, as a model to use; checkpoints (internal calls) hold the raw ones to resume."""
+        """Write the averaged weights and a model card; checkpoints (internal calls) hold the raw ones to resume."""
         averaged = self.ema is not None and not _internal_call
         with self.ema.applied_to(self.model) if averaged else nullcontext():
             super().save_model(output_dir, _internal_call)
+        if not _internal_call and self.args.should_save:
+            write_training_card(self, output_dir or self.args.output_dir)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ):
+        """`Trainer.create_model_card` with the recipe, data and metrics of a diffusion model: see `training_card`."""
+        if not self.is_world_process_zero():
+            return
+        tags, dataset_tags, dataset, dataset_args = (
+            [value] if isinstance(value, str) else value for value in (tags, dataset_tags, dataset, dataset_args)
+        )
+        write_training_card(
+            self,
+            self.args.output_dir,
+            data=", ".join([*(dataset or dataset_tags or []), *(dataset_args or [])]) or None,
+            model_name=model_name,
+            base_model=finetuned_from,
+            language=language,
+            license=license,
+            tags=tags,
+            datasets=dataset_tags,
+            task=tasks or "fill-mask",
+        )
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
