@@ -21,9 +21,9 @@ TEMPLATE = """---
 # {{ model_name }}
 
 A masked diffusion language model of {{ "{:,}".format(parameters) }} parameters, \
-{{ "fine-tuned from `" + base_model + "`" if base_model else "trained from scratch" }} with the `{{ loss_type }}` loss \
-of RADD ([Ou et al., ICLR 2025](https://arxiv.org/abs/2406.03736)). It gives the distribution of the clean token at \
-each masked position; time is not an input.
+{{ "fine-tuned from `" + base_model + "`" if base_model else "trained from scratch" }} with the `{{ loss_type }}` \
+loss of RADD ([Ou et al., ICLR 2025](https://arxiv.org/abs/2406.03736)). It gives the distribution of the clean \
+token at each masked position; time is not an input.
 
 ## Data
 

@@ -177,8 +177,8 @@ class TestCard:
         assert result.metric_value == pytest.approx(figures["eval_perplexity"], rel=1e-4)
         assert card.data.model_name == "radd-cats" and "trained from scratch" in card.text
         assert MARKER in card.text
-        for row in ("`ao`, reduced by `token_mean`", "weight decay | 0.03", "| 3 steps", "steps | 4", "norm 1.0"):
-            assert row.replace("| 3 steps", "linear after 3 steps of warm-up") in card.text
+        for row in ("`ao`, reduced by `token_mean`", "weight decay | 0.03", "linear after 3 steps", "steps | 4"):
+            assert row in card.text
         assert f"{figures['eval_nll_per_token']:.4f} nats" in card.text
         assert f"{trainer.model.num_parameters():,} parameters" in card.text
 
@@ -193,7 +193,7 @@ class TestCard:
         for text, changes in (("mine\n", False), (f"{MARKER}\nolder\n", True)):
             (tmp_path / "README.md").write_text(text, encoding="utf-8")
             trainer.save_model()
-            assert (trainer.args.output_dir and (tmp_path / "README.md").read_text("utf-8") != text) is changes
+            assert ((tmp_path / "README.md").read_text(encoding="utf-8") != text) is changes
 
     def test_the_hub_gets_it(self, tmp_path: Path):
         """`push_to_hub` calls `create_model_card` with these arguments of transformers'."""
