@@ -45,8 +45,8 @@ token at each masked position; time is not an input.
 
 ## Metrics
 {% if metrics %}
-Of the weights saved here. The bound is an upper bound on the negative log-likelihood, estimated with \
-{{ eval_num_samples }} draws of the `ao` loss a sequence, in nats.
+The last evaluation of the run, at the step stated. The bound is an upper bound on the negative log-likelihood, \
+estimated with {{ eval_num_samples }} draws of the `ao` loss a sequence, in nats.
 
 | metric | value |
 |---|---|
@@ -54,7 +54,7 @@ Of the weights saved here. The bound is an upper bound on the negative log-likel
 | {{ name }} | {{ value }} |
 {%- endfor %}
 {% else %}
-The model was not evaluated.
+No evaluation was logged.
 {% endif %}
 ## Use
 

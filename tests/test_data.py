@@ -153,6 +153,35 @@ class TestFiles:
         rows = [tokenizer.decode(row["input_ids"][0, 0]) for row in DataLoader(stream, num_workers=2)]
         assert sorted(rows) == list(letters)
 
+    def test_training_on_a_stream_resumes_exactly(self, tmp_path: Path):
+        """Three steps and a resumed run of six, against six at once: the same blocks, noise and weights."""
+        path = self.write(tmp_path, TEXT * 30)
+        tokenizer = character_tokenizer(TEXT)
+
+        def run(folder: str, resume: str | None = None) -> RADDTrainer:
+            torch.manual_seed(0)
+            options = {"max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 8, "report_to": []}
+            trainer = RADDTrainer(
+                RADDForMaskedDiffusion(
+                    RADDConfig(
+                        vocab_size=len(tokenizer),
+                        mask_token_id=tokenizer.mask_token_id,
+                        hidden_size=8,
+                        num_hidden_layers=1,
+                        num_attention_heads=2,
+                    )
+                ),
+                RADDTrainingArguments(str(tmp_path / folder), use_cpu=True, disable_tqdm=True, **options),
+                train_dataset=PackedStream(TextFiles([path], "line"), tokenizer, 16),
+            )
+            trainer.train(resume_from_checkpoint=resume)
+            return trainer
+
+        straight = run("a")
+        resumed = run("b", str(tmp_path / "a" / "checkpoint-3"))
+        for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
     def test_a_tokenizer_without_end_is_refused(self):
         tokenizer = character_tokenizer(TEXT)
         tokenizer.eos_token = None

@@ -184,7 +184,7 @@ class TestCard:
 
     def test_a_card_without_evaluation_says_so(self, tmp_path: Path):
         card = training_card(build_trainer(tmp_path), data="Two sentences.", command="python train.py", language="en")
-        assert "The model was not evaluated." in card.text and "Two sentences." in card.text
+        assert "No evaluation was logged." in card.text and "Two sentences." in card.text
         assert "python train.py" in card.text and card.data.language == "en"
         assert card.data.eval_results is None
 
