@@ -266,7 +266,7 @@ def maskable_positions(
 ) -> torch.BoolTensor:
     """Where tokens may be masked, (B, L): real tokens that `loss_mask` does not make context."""
     maskable = torch.ones_like(input_ids, dtype=torch.bool)
-    if attention_mask is not None and attention_mask.dim() == 4:
+    if getattr(attention_mask, "ndim", None) == 4:
         attention_mask = None  # it says which token sees which, not which are real: that is `loss_mask`'s to say
     for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
         check_mask(name, mask, input_ids)
