@@ -126,13 +126,14 @@ def plot_training_curve(log_history: list[dict], path: str | Path):
         raise ImportError("A training curve needs matplotlib: pip install matplotlib.") from error
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for key, label in (("nll_per_token", "training"), ("eval_nll_per_token", "evaluation (bound, averaged weights)")):
+    for key, label in (("nll_per_token", "training"), ("eval_nll_per_token", "evaluation (bound)")):
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 50 else None, markersize=3, label=label)
     if not axes.lines:
         raise ValueError("`log_history` must have entries with `nll_per_token` or `eval_nll_per_token`, got none.")
     axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("NLL, nats per token")
     axes.grid(alpha=0.3)
     axes.legend()
