@@ -147,8 +147,17 @@ class CurriculumTrainer(RADDTrainer):
         super().__init__(*args, **kwargs)
         self.curriculum_steps = curriculum_steps
 
+    def _share(self) -> float:
+        """Of a block's tokens, those that may be masked in this step."""
+        return 0.15 + 0.85 * self.state.global_step / self.curriculum_steps if self.curriculum_steps else 1.0
+
+    def _num_items(self, inputs):
+        items = super()._num_items(inputs)
+        # the loss of the subset counts its own tokens
+        return items * self._share() if self.model.training and self._share() < 1 else items
+
     def _loss_terms(self, model, inputs, loss_type, generator):
-        share = 0.15 + 0.85 * self.state.global_step / self.curriculum_steps if self.curriculum_steps else 1.0
+        share = self._share()
         if model.training and share < 1:
             ids = inputs["input_ids"]
             count = torch.full((len(ids),), max(1, round(share * ids.shape[1])))
