@@ -273,8 +273,8 @@ class TestDocumentBoundaries:
             model(torch.zeros(1, 2, dtype=torch.long), attention_mask=torch.ones(1, 1, 2, 2, dtype=torch.bool))
 
     @pytest.mark.parametrize("padded", [False, True])
-    def test_the_trainer_keeps_documents_apart(self, make_model, tmp_path: Path, padded: bool):
-        """The loss and its gradient at one corruption, against the documents run one by one."""
+    def test_the_trainer_keeps_documents_apart(self, make_model, tmp_path: Path, monkeypatch, padded: bool):
+        """The cross-entropy at the corruption that was drawn, against the documents run one by one."""
         model = make_model(vocab_size=12, mask_token_id=11).train()
         documents = [[3, 4, 5, 9], [8, 9], [1, 2, 3, 4, 6, 9]]
         examples = [{"input_ids": sum(documents, [])}]
@@ -282,20 +282,16 @@ class TestDocumentBoundaries:
             examples.append({"input_ids": [7, 9]})
         batch = MaskedDiffusionCollator(pad_token_id=0, document_end_id=9)(examples)
         trainer = RADDTrainer(model, RADDTrainingArguments(str(tmp_path), loss_type="ao", use_cpu=True, report_to=[]))
-        _, terms = trainer.compute_loss(model, batch, return_outputs=True)
-        trainer.state.global_step = 1  # the same draw again
-        ids, attention = batch["input_ids"], batch.get("attention_mask")
-        maskable = maskable_positions(ids, attention, None)
-        from radd_hf.trainer import _generator
+        draws = []
 
-        drawn = corrupt(
-            ids,
-            "ao",
-            11,
-            maskable,
-            noise_schedule=get_noise_schedule(model.config),
-            generator=_generator(trainer.args.seed, 0, 1, 0),
-        )
+        def spy(*args, **kwargs):
+            draws.append(corrupt(*args, **kwargs))
+            return draws[-1]
+
+        monkeypatch.setattr("radd_hf.losses.corrupt", spy)
+        _, terms = trainer.compute_loss(model, batch, return_outputs=True)
+        (drawn,) = draws
+        ids = batch["input_ids"]
         assert terms.length.tolist() == ([12, 2] if padded else [12])
         nll, start = 0.0, 0
         for document in documents:
