@@ -5,6 +5,9 @@ Shapes: B batch, L length, V vocabulary, N masked positions of the batch. `nll` 
 masked positions m of a row, q_i = c_theta(x_t)[i, x_0^i].
 """
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +15,8 @@ from torch import nn
 
 from .checks_radd import check_mask, check_token_ids, is_number, resolve_mask_token_id
 from .configuration_radd import LOSS_TYPES
-from .forward_process import draw_unit, mask_exactly, mask_tokens
+from .forward_process import GlobalBatchNoise, draw_unit, mask_exactly, mask_tokens
+from .modeling_radd import token_cross_entropy
 from .noise_schedule_radd import NoiseSchedule, get_noise_schedule
 
 # The paper's code base draws t from [1e-3, 1] and does not reweight: a mean bias of about -0.12 %.
@@ -102,7 +106,7 @@ def corrupt(
     noise_schedule: NoiseSchedule,
     time_sampling: str = "stratified",
     time_eps: float = DEFAULT_TIME_EPS,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | GlobalBatchNoise | None = None,
 ) -> Corruption:
     """Draw t, lambda or k for each row and mask accordingly; arguments as in `diffusion_loss`."""
     check_loss_type(loss_type)
@@ -134,18 +138,72 @@ def weigh(nll: torch.Tensor, corruption: Corruption, loss_type: str, noise_sched
     return ao_loss(nll, num_masked, corruption.length)
 
 
+def row_weights(corruption: Corruption, loss_type: str, noise_schedule: NoiseSchedule) -> torch.Tensor:
+    """The factor of the cross-entropy in the loss of each row, (B,), float64: every loss is linear in it."""
+    unit = torch.ones(len(corruption.masked), dtype=torch.float64, device=corruption.masked.device)
+    return weigh(unit, corruption, loss_type, noise_schedule) - weigh(0 * unit, corruption, loss_type, noise_schedule)
+
+
 def masked_token_nll(
     model: nn.Module,
     input_ids: torch.LongTensor,
     noisy_ids: torch.LongTensor,
     masked: torch.BoolTensor,
     attention_mask: torch.Tensor | None = None,
+    *,
+    row_weight: torch.Tensor | None = None,
+    mask_token_id: int | None = None,
 ) -> torch.Tensor:
-    """-log q_i at every masked position, (N,) in row-major order, float32 or wider: logits exist nowhere else."""
-    logits = model(input_ids=noisy_ids, attention_mask=attention_mask, logits_to_keep=masked).logits
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    return nn.functional.cross_entropy(logits, input_ids[masked].long(), reduction="none")
+    """
+    -log q_i at every masked position, (N,) in row-major order, float32 or wider: logits exist nowhere else.
+
+    Args:
+        model (`nn.Module`): A `RADDForMaskedDiffusion`, wrapped or not: output layer and cross-entropy in chunks. Of
+            another model the output layer alone runs at the masked positions alone.
+        input_ids, noisy_ids (`torch.LongTensor` of shape `(B, L)`): x_0 and x_t.
+        masked (`torch.BoolTensor` of shape `(B, L)`): Positions scored.
+        attention_mask (`torch.Tensor` of shape `(B, L)`, *optional*): 0 at padding.
+        row_weight (`torch.Tensor` of shape `(B,)`, *optional*): Gradient to come, up to a factor: see the model.
+        mask_token_id (`int`, *optional*): Defaults to the model config's, where it has one: never predicted.
+    """
+    arguments = {"input_ids": noisy_ids, "attention_mask": attention_mask}
+    targets = input_ids[masked].long()
+    inner = unwrapped(model)
+    accepted = inspect.signature(type(inner).forward).parameters
+    if "return_token_nll" in accepted:
+        options = {"logits_to_keep": masked, "return_token_nll": True, "row_weight": row_weight}
+        return model(**arguments, labels=input_ids, **options).loss
+    if "logits_to_keep" in accepted or not hasattr(inner, "get_output_embeddings"):
+        logits = model(**arguments, logits_to_keep=masked).logits
+    else:
+        with output_layer_at(inner, masked):
+            logits = model(**arguments).logits
+        logits = logits[masked] if logits.dim() == 3 else logits
+    if mask_token_id is None:
+        mask_token_id = getattr(inner.config, "mask_token_id", None)
+    if mask_token_id is not None:
+        column = torch.arange(logits.shape[-1], device=logits.device) == mask_token_id
+        logits = logits.masked_fill(column, float("-inf"))
+    return token_cross_entropy(logits, targets)
+
+
+@contextmanager
+def output_layer_at(model: nn.Module, masked: torch.BoolTensor) -> Iterator[None]:
+    """Inside the block the model's output layer sees the masked positions alone: its logits are (N, V)."""
+    head = model.get_output_embeddings()
+    if head is None or model._compiled_call_impl is not None:  # a hook would be compiled again in each step
+        yield
+        return
+
+    def keep(module: nn.Module, args: tuple) -> tuple:
+        # packed states (tokens, D), as without padding, stay as they are
+        return (args[0][masked], *args[1:]) if args and args[0].shape[:-1] == masked.shape else args
+
+    handle = head.register_forward_pre_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def sum_over_masked(token_nll: torch.Tensor, masked: torch.BoolTensor) -> torch.Tensor:
@@ -165,7 +223,7 @@ def diffusion_loss_terms(
     time_sampling: str = "stratified",
     time_eps: float = DEFAULT_TIME_EPS,
     mask_token_id: int | None = None,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | GlobalBatchNoise | None = None,
 ) -> DiffusionLossOutput:
     """`diffusion_loss` with the unweighted cross-entropy beside the loss; arguments are those of `diffusion_loss`."""
     check_loss_type(loss_type)
@@ -190,7 +248,15 @@ def diffusion_loss_terms(
         time_eps=time_eps,
         generator=generator,
     )
-    token_nll = masked_token_nll(model, input_ids, corruption.noisy_ids, corruption.masked, attention_mask)
+    token_nll = masked_token_nll(
+        model,
+        input_ids,
+        corruption.noisy_ids,
+        corruption.masked,
+        attention_mask,
+        row_weight=row_weights(corruption, loss_type, schedule),
+        mask_token_id=mask_token_id,
+    )
     nll = sum_over_masked(token_nll, corruption.masked)
     loss = weigh(nll, corruption, loss_type, schedule)
     return DiffusionLossOutput(
@@ -209,7 +275,7 @@ def diffusion_loss(
     time_sampling: str = "stratified",
     time_eps: float = DEFAULT_TIME_EPS,
     mask_token_id: int | None = None,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | GlobalBatchNoise | None = None,
 ) -> torch.Tensor:
     """
     One Monte Carlo draw of a training loss for each sequence: corrupt, run the network at the masks, weigh.
@@ -227,7 +293,7 @@ def diffusion_loss(
         time_sampling (`str`, *optional*, defaults to `"stratified"`): See `draw_unit`.
         time_eps (`float`, *optional*, defaults to 1e-3): t ~ U[time_eps, 1] for "dse" and "t_dce".
         mask_token_id (`int`, *optional*): Defaults to the model config's.
-        generator (`torch.Generator`, *optional*): Source of the corruption.
+        generator (`torch.Generator` or `GlobalBatchNoise`, *optional*): Source of the corruption.
 
     Returns:
         `torch.Tensor` of shape `(B,)`, float32: nats per sequence; a row without maskable positions costs 0.
@@ -255,9 +321,22 @@ def check_loss_type(loss_type: str):
         raise ValueError(f"`loss_type` must be one of {list(LOSS_TYPES)}, got {loss_type!r}.")
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model below torch.compile, data parallelism and adapters, which hand their arguments on."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
 def model_config(model: nn.Module):
-    """The config of a model, also where DistributedDataParallel keeps it one level down."""
-    return getattr(model, "module", model).config
+    """The config of a model, however it is wrapped."""
+    return unwrapped(model).config
 
 
 def maskable_positions(

@@ -23,6 +23,7 @@ from .attention_radd import RADDAttention, RADDRotaryEmbedding, gather_rows
 from .configuration_radd import RADDConfig
 from .generation_config_radd import RADDGenerationConfig
 from .generation_radd import DiffusionGenerationMixin
+from .linear_cross_entropy_radd import is_plain_linear, linear_cross_entropy
 from .noise_schedule_radd import get_noise_schedule
 
 if TYPE_CHECKING:  # never run: makes save_pretrained ship the pipeline's file beside the weights
@@ -286,6 +287,15 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
         logits[..., self.config.mask_token_id] = float("-inf")
         return logits
 
+    def _token_nll(
+        self, hidden_states: torch.Tensor, targets: torch.LongTensor, expected_grad: torch.Tensor | None
+    ) -> torch.Tensor:
+        """-log q_i at each position, (N, D) -> (N,); through the output layer's own forward where it has adapters."""
+        if is_plain_linear(self.lm_head):
+            head, mask = self.lm_head, self.config.mask_token_id
+            return linear_cross_entropy(hidden_states, head.weight, head.bias, targets, mask, expected_grad)
+        return token_cross_entropy(self.compute_logits(hidden_states), targets)
+
     def _reveal_states(
         self, ids: torch.LongTensor, attention_mask: torch.Tensor | None, reveal: torch.BoolTensor
     ) -> torch.Tensor:
@@ -306,6 +316,8 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: torch.Tensor | int | None = None,
+        return_token_nll: bool = False,
+        row_weight: torch.Tensor | None = None,
         **kwargs,
     ) -> MaskedLMOutput:
         r"""
@@ -319,10 +331,15 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
                 The last n positions (0: all), a 1-D tensor of positions, or a boolean mask (B, L): only the rows where
                 it is True, as (N, V), and nothing is computed for the others that the output does not need.
             num_items_in_batch (`int`, *optional*): Divisor of the loss instead of the number of labels.
+            return_token_nll (`bool`, *optional*, defaults to `False`): With `labels` and a boolean `logits_to_keep`:
+                the loss of each kept position, and no logits: the output layer and its cross-entropy run in chunks.
+            row_weight (`torch.Tensor` of shape `(B,)`, *optional*): With `return_token_nll`, what the gradient of
+                each row's positions will be, up to one common factor: a hint that saves computing logits again.
 
         Returns:
             `MaskedLMOutput`: `logits` (B, L, V), normalised by nobody and -inf at the mask column; `loss` (with
-            `labels`) the mean cross-entropy in nats per labelled token, without any diffusion weight.
+            `labels`) the mean cross-entropy in nats per labelled token, without any diffusion weight; with
+            `return_token_nll`, `loss` (N,) in float32, row-major, and `logits` None.
         """
         keep_mask = None
         if torch.is_tensor(logits_to_keep) and logits_to_keep.dtype == torch.bool:
@@ -333,6 +350,8 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
                     f"{tuple(logits_to_keep.shape)}."
                 )
             keep_mask = logits_to_keep
+        if return_token_nll and (keep_mask is None or labels is None):
+            raise ValueError("`return_token_nll` needs `labels` and a boolean `logits_to_keep`.")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -353,8 +372,13 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
             kept = logits_to_keep if torch.is_tensor(logits_to_keep) else slice(-logits_to_keep, None)
             hidden_states = hidden_states[:, kept]
             labels = None if labels is None else labels[:, kept]
-        logits = self.compute_logits(hidden_states)
-        loss = None if labels is None else masked_lm_loss(logits, labels, num_items_in_batch)
+        logits = None
+        if return_token_nll:
+            expected = None if row_weight is None else row_weight[keep_mask.nonzero()[:, 0]]
+            loss = self._token_nll(hidden_states, labels.long(), expected)
+        else:
+            logits = self.compute_logits(hidden_states)
+            loss = None if labels is None else masked_lm_loss(logits, labels, num_items_in_batch)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -387,6 +411,13 @@ class RADDForMaskedDiffusion(RADDPreTrainedModel, DiffusionGenerationMixin):
         logits = self(input_ids, attention_mask=attention_mask).logits
         score = scale * torch.softmax(logits, dim=-1, dtype=torch.float32)
         return score.scatter(-1, input_ids[..., None], 1.0)
+
+
+def token_cross_entropy(logits: torch.Tensor, targets: torch.LongTensor) -> torch.Tensor:
+    """-log softmax(logits)[target], (N, V) -> (N,), nats, float32 or wider."""
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    return nn.functional.cross_entropy(logits, targets, reduction="none")
 
 
 def masked_lm_loss(

@@ -14,12 +14,15 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 
-from .callbacks import EMACallback
+from .callbacks import DropoutSeedCallback, EMACallback
 from .data import MaskedDiffusionCollator
 from .evaluation import perplexity
-from .losses import DiffusionLossOutput, diffusion_loss_terms
-from .token_draw_radd import mix_seed
+from .forward_process import GlobalBatchNoise
+from .losses import DiffusionLossOutput, diffusion_loss_terms, maskable_positions
 from .training_args import RADDTrainingArguments
+
+# Rows of an evaluation that share strata: a fixed number, so that no figure depends on processes or batch sizes.
+EVAL_STRATA = 64
 
 
 class RADDTrainer(Trainer):
@@ -28,11 +31,15 @@ class RADDTrainer(Trainer):
 
     The log shows the weighted loss as `loss`, in the units of `args.loss_reduction`, and beside it `nll_per_token`,
     the plain cross-entropy in nats per masked token, which starts at ln(V). `evaluate()` gives `eval_nll_per_token`
-    (the bound), its perplexity and bits. Corruption noise is a function of (seed, step, process): a resumed run
-    draws what the uninterrupted one would have.
+    (the bound), its perplexity and bits.
+
+    The corruption of a sequence is a function of (seed, step, index in the global batch), with t, lambda or k
+    stratified over the global batch: a resumed run draws what the uninterrupted one would have, batches that are
+    accumulated or spread over processes what one batch would have, and no two processes share noise. The loss is
+    divided by the tokens (or sequences) of the global batch, so these have one loss and one gradient, too.
 
     Args:
-        model (`PreTrainedModel`): The network.
+        model (`PreTrainedModel`): The network: RADD, adapters on it, or another masked language model.
         args (`RADDTrainingArguments`, *optional*): Training arguments.
         data_collator (*optional*): Defaults to `MaskedDiffusionCollator`.
         kwargs: As for `Trainer`.
@@ -52,27 +59,43 @@ class RADDTrainer(Trainer):
             raise ValueError(f"`args` must be RADDTrainingArguments or None, got {type(args).__name__}.")
         kwargs.setdefault("compute_metrics", likelihood_metrics)
         super().__init__(model, args, data_collator or MaskedDiffusionCollator(), **kwargs)
-        self.model_accepts_loss_kwargs = False  # compute_loss returns a mean: accumulation has to divide it
+        self.model_accepts_loss_kwargs = True  # compute_loss divides by the whole global batch: nothing else must
         self._record_loss(self.model)
-        self.ema = EMACallback(self.model, self.args.ema_decay) if self.args.ema_decay else None
+        self.add_callback(DropoutSeedCallback())
+        device = "cpu" if self.args.ema_on_cpu else None
+        self.ema = EMACallback(self.model, self.args.ema_decay, device) if self.args.ema_decay else None
         if self.ema is not None:
             self.add_callback(self.ema)
-        self._nll_sum, self._nll_count = 0.0, 0
+        self._row_nll = torch.zeros(2, device=self.args.device)  # sum of nll / k over rows with k >= 1; their number
         self._micro_step, self._noise_step = 0, None
         self._eval_step = 0
 
     def compute_loss(
         self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None
     ) -> torch.Tensor | tuple[torch.Tensor, DiffusionLossOutput]:
-        """The loss `args.loss_type` of a batch, reduced as `args.loss_reduction` says."""
-        terms = self._loss_terms(model, inputs, self.args.loss_type, self._training_generator())
-        if model.training and bool((terms.num_masked > 0).any()):
-            self._nll_sum += terms.nll_per_token.detach()
-            self._nll_count += 1
-        loss = terms.loss.mean()
-        if self.args.loss_reduction == "token_mean":
-            loss = terms.loss.sum() / terms.length.sum().clamp(min=1)
+        """
+        The loss `args.loss_type` of a batch, over what `args.loss_reduction` counts: `num_items_in_batch` of them in
+        the global batch, or (`None`) those of this batch alone.
+        """
+        terms = self._loss_terms(model, inputs, self.args.loss_type, self._training_noise())
+        if model.training:
+            scored = terms.num_masked > 0
+            row_nll = terms.nll.detach()[scored] / terms.num_masked[scored]
+            self._row_nll += torch.stack([row_nll.sum(), scored.sum()]).to(self._row_nll)
+        if num_items_in_batch is None:
+            divisor = self._num_items(inputs)
+        else:
+            divisor = num_items_in_batch / self.args.world_size  # gradients are averaged over the processes
+        loss = terms.loss.sum() / torch.as_tensor(divisor).clamp(min=1 / self.args.world_size).to(terms.loss)
         return (loss, terms) if return_outputs else loss
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list[dict], torch.Tensor]:
+        """`Trainer.get_batch_samples`, with what the loss is divided by: tokens or sequences of the global batch."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        count = torch.tensor(sum(int(self._num_items(batch)) for batch in batches), device=device)
+        return batches, self.accelerator.gather(count).sum()
 
     def prediction_step(
         self, model: nn.Module, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -81,10 +104,11 @@ class RADDTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             nll = 0.0
-            for _ in range(self.args.eval_num_samples):
-                self._eval_step += 1
-                generator = _generator(self.args.seed, "eval", self._eval_step, self.args.process_index)
-                terms = self._loss_terms(model, inputs, "ao", generator)
+            first_row = self.args.eval_batch_size * (self._eval_step * self.args.world_size + self.args.process_index)
+            self._eval_step += 1
+            for draw in range(self.args.eval_num_samples):
+                noise = GlobalBatchNoise((self.args.seed, "eval", draw), first_row, EVAL_STRATA)
+                terms = self._loss_terms(model, inputs, "ao", noise)
                 nll = nll + terms.loss / self.args.eval_num_samples
         loss = nll.sum() / terms.length.sum().clamp(min=1)
         return (loss, None, None) if prediction_loss_only else (loss, nll, terms.length)
@@ -114,11 +138,12 @@ class RADDTrainer(Trainer):
         return model
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
-        """Add `nll_per_token`, the mean since the last log over all processes."""
-        if "loss" in logs and self._nll_count:
-            mean = torch.as_tensor(self._nll_sum / self._nll_count, device=self.args.device)
-            logs["nll_per_token"] = round(self.accelerator.gather(mean.reshape(1)).mean().item(), 4)
-            self._nll_sum, self._nll_count = 0.0, 0
+        """Add `nll_per_token`, the mean over the rows of all processes since the last log."""
+        if "loss" in logs:
+            total, count = self.accelerator.gather(self._row_nll[None]).sum(0).tolist()
+            if count:
+                logs["nll_per_token"] = round(total / count, 4)
+            self._row_nll.zero_()
         super().log(logs, start_time)
 
     def ema_model(self) -> nn.Module:
@@ -148,22 +173,23 @@ class RADDTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial):
         # first: neither an interrupted save nor the rotation at its end may leave weights without their average
-        if self.ema is not None and self.args.should_save:
-            self.ema.save(Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.ema is not None:
+            folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self.ema.save(folder, self.model, write=self.args.should_save)
         super()._save_checkpoint(model, trial)
 
     def _load_best_model(self):
         super()._load_best_model()
         if self.ema is not None:
-            self.ema.load(self.state.best_model_checkpoint)
+            self.ema.load(self.state.best_model_checkpoint, self.model)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None):
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self.ema is not None:
-            self.ema.load(resume_from_checkpoint)
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.ema is not None and checkpoint is not None:  # here the weights are sharded, where they are at all
+            self.ema.load(checkpoint, self.model)
 
     def _loss_terms(
-        self, model: nn.Module, inputs: dict, loss_type: str, generator: torch.Generator
+        self, model: nn.Module, inputs: dict, loss_type: str, generator: GlobalBatchNoise
     ) -> DiffusionLossOutput:
         return diffusion_loss_terms(
             model,
@@ -177,11 +203,21 @@ class RADDTrainer(Trainer):
             generator=generator,
         )
 
-    def _training_generator(self) -> torch.Generator:
+    def _num_items(self, inputs: dict) -> torch.Tensor | int:
+        """What `args.loss_reduction` divides by: the batch's maskable tokens or its sequences."""
+        if self.args.loss_reduction == "sequence_sum":
+            return len(inputs["input_ids"])
+        return maskable_positions(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("loss_mask")).sum()
+
+    def _training_noise(self) -> GlobalBatchNoise:
+        """Rows are numbered as in one process with the whole global batch: by accumulated batch, process, row."""
         if self._noise_step != self.state.global_step:
             self._noise_step, self._micro_step = self.state.global_step, 0
+        rows, world = self._train_batch_size, self.args.world_size
+        first_row = rows * (self._micro_step * world + self.args.process_index)
         self._micro_step += 1
-        return _generator(self.args.seed, self.state.global_step, self._micro_step, self.args.process_index)
+        size = rows * world * self.args.gradient_accumulation_steps
+        return GlobalBatchNoise((self.args.seed, self.state.global_step), first_row, size)
 
 
 def last_complete_checkpoint(folder: str | Path) -> str:
@@ -217,7 +253,3 @@ def _reject_empty(name: str, dataset):
             _reject_empty(f"{name}[{key!r}]", one)
     elif dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
         raise ValueError(f"`{name}` must have at least one example, got an empty data set.")
-
-
-def _generator(*key: int | str) -> torch.Generator:
-    return torch.Generator().manual_seed(mix_seed(*key))

@@ -20,15 +20,17 @@ class RADDTrainingArguments(TrainingArguments):
     Args:
         loss_type (`str`, *optional*, defaults to `"lambda_dce"`): "dse", "t_dce", "lambda_dce" or "ao".
         loss_reduction (`str`, *optional*, defaults to `"token_mean"`):
-            "token_mean": nats per maskable token of each device's batch, so gradients do not grow with the length;
-            batches that are accumulated weigh equally, whatever their tokens.
+            "token_mean": nats per maskable token of the global batch, so gradients do not grow with the length.
             "sequence_sum": the mean over the batch of the sums over positions, as in the paper's code; its gradients
             are about L times larger, so clipping at norm 1 acts on nearly every step (the paper's recipe).
-        time_sampling (`str`, *optional*, defaults to `"stratified"`): "uniform", "stratified" or "antithetic".
+        time_sampling (`str`, *optional*, defaults to `"stratified"`): "uniform", "stratified" or "antithetic", over
+            the global batch: all processes and accumulated batches.
         time_eps (`float`, *optional*, defaults to 1e-3): t ~ U[time_eps, 1] for "dse" and "t_dce".
         mask_token_id (`int`, *optional*): Defaults to the model config's.
         ema_decay (`float`, *optional*, defaults to 0.9999): Decay of the averaged weights, min(ema_decay, (1 + n) /
             (10 + n)) after n updates; 0 keeps no average. Evaluation, `save_model` and the Hub take the average.
+        ema_on_cpu (`bool`, *optional*, defaults to `False`): Keep the average in CPU memory; each update then moves
+            the weights there.
         eval_num_samples (`int`, *optional*, defaults to 4): Draws of the "ao" loss a sequence in `evaluate`.
     """
 
@@ -38,6 +40,7 @@ class RADDTrainingArguments(TrainingArguments):
     time_eps: float = field(default=DEFAULT_TIME_EPS, metadata={"help": "t ~ U[time_eps, 1] for dse and t_dce."})
     mask_token_id: int | None = field(default=None, metadata={"help": "Defaults to the model config's."})
     ema_decay: float = field(default=0.9999, metadata={"help": "Decay of the averaged weights; 0 keeps none."})
+    ema_on_cpu: bool = field(default=False, metadata={"help": "Keep the averaged weights in CPU memory."})
     eval_num_samples: int = field(default=4, metadata={"help": "Draws of the ao loss a sequence in evaluate()."})
 
     # transformers' defaults that would hurt here
