@@ -1,5 +1,5 @@
 # Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
-"""What runs beside training: the exponential moving average of the weights, and dropout of its own for each process."""
+"""What runs beside training: the exponential moving average of the weights, and each process's own dropout."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,8 +109,8 @@ def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if "_fsdp_wrapped_module" in name or hasattr(parameter, "ds_tensor"):
             raise ValueError(
-                "`ema_decay` must be 0 under FSDP version 1 and DeepSpeed ZeRO stage 3, whose parameters are flattened "
-                "or partitioned; FSDP version 2 (`fsdp_version: 2`) and ZeRO stages 1 and 2 keep an average."
+                "`ema_decay` must be 0 under FSDP version 1 and DeepSpeed ZeRO stage 3, whose parameters are "
+                "flattened or partitioned; FSDP version 2 and ZeRO stages 1 and 2 keep an average."
             )
         if parameter.requires_grad:
             yield name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), parameter

@@ -1,9 +1,9 @@
 # Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
 """The forward process q(x_t | x_0): draws of t, lambda or k, and the masks they mean.
 
-Shapes: B batch, L length, G global batch. `maskable` (B, L) is False at padding and at context, which are never masked.
-Random numbers come from `generator` (on its own device; or a `GlobalBatchNoise`) or from torch's default generator, and
-land on the inputs' device.
+Shapes: B batch, L length, G global batch. `maskable` (B, L) is False at padding and at context, which are never
+masked. Random numbers come from `generator` (a `torch.Generator` on its own device or a `GlobalBatchNoise`) or from
+torch's default generator, and land on the inputs' device.
 """
 
 import torch
@@ -18,8 +18,8 @@ class GlobalBatchNoise:
     In the place of a generator: the randomness of some rows of a global batch, whichever way it is cut into devices,
     accumulated batches and padding.
 
-    The noise of a row is a function of `key` and of the row's index alone, so the rows of 4 x 8 are those of 32, and no
-    two devices share any. What rows share, the strata of a draw of t, lambda or k, is a function of `key` alone.
+    The noise of a row is a function of `key` and of the row's index alone, so the rows of 4 x 8 are those of 32, and
+    no two devices share any. What rows share, the strata of t, lambda or k, is a function of `key` alone.
 
     Args:
         key (`tuple`): Integers and strings that name the global batch, such as (seed, step).
@@ -37,7 +37,9 @@ class GlobalBatchNoise:
         """`draw_unit` over each G rows, (B,): the part of these rows."""
         size = self.global_batch_size
         first, last = self.first_row // size, (self.first_row + batch_size + size - 1) // size
-        units = [draw_unit(size, time_sampling, self._generator("time", i)) for i in range(first, max(last, first + 1))]
+        units = [
+            draw_unit(size, time_sampling, self._generator("time", i)) for i in range(first, max(last, first + 1))
+        ]
         start = self.first_row - first * size
         return torch.cat(units)[start : start + batch_size]
 

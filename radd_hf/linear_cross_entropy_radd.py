@@ -150,10 +150,9 @@ def _run(hidden, weight, bias, targets, excluded, dtype, need_hidden, share, nee
             logits += bias
         if excluded is not None:
             logits[:, excluded] = float("-inf")
-        highest, index = logits.max(-1, keepdim=True)
         error = torch.softmax(logits, -1, out=softmax_buffer[: len(states)])
-        # log of the largest probability, at least 1 / V: exact where the target's own underflows
-        nll[part] = (highest - error.gather(1, index).log() - logits.gather(1, target))[:, 0]
+        # by the largest probability, at least 1 / V: exact where the target's own underflows
+        nll[part] = logits.amax(-1) - error.amax(-1).log() - logits.gather(1, target)[:, 0]
         if grad_hidden is None and not want_weight and not want_bias:
             continue
         error.scatter_add_(1, target, error.new_full(target.shape, -1.0))  # softmax - onehot, (C, V)

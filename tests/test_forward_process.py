@@ -8,7 +8,7 @@ import reference as ref
 import torch
 from scipy.stats import kstest
 
-from radd_hf.forward_process import TIME_SAMPLING, draw_unit, mask_exactly, mask_tokens
+from radd_hf.forward_process import TIME_SAMPLING, GlobalBatchNoise, draw_unit, mask_exactly, mask_tokens
 
 M = 9
 SAMPLINGS = pytest.mark.parametrize("time_sampling", TIME_SAMPLING)
@@ -221,3 +221,83 @@ def test_the_generator_alone_decides_the_draw(time_sampling: str):
         first = draw_unit(8, time_sampling)
         torch.manual_seed(18)
         assert torch.equal(first, draw_unit(8, time_sampling))
+
+
+# Noise by rows of a global batch
+
+
+def noise(first_row: int = 0, key: tuple = (3, 7), size: int = 32) -> GlobalBatchNoise:
+    return GlobalBatchNoise(key, first_row, size)
+
+
+@SAMPLINGS
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_parts_of_a_global_batch_draw_what_the_whole_does(time_sampling: str, rows: int):
+    whole, parts = noise(), [noise(first) for first in range(0, 32, rows)]
+    times = [draw_unit(rows, time_sampling, part) for part in parts]
+    assert torch.equal(torch.cat(times), draw_unit(32, time_sampling, whole))
+    x0, k = torch.zeros(32, 12, dtype=torch.long), torch.arange(32) % 13
+    for _ in range(2):  # a second draw differs from the first, and the parts still agree
+        masks = [mask_exactly(x0[:rows], k[i * rows :][:rows], M, generator=part)[1] for i, part in enumerate(parts)]
+        assert torch.equal(torch.cat(masks), mask_exactly(x0, k, M, generator=whole)[1])
+    first, second = (mask_tokens(x0, torch.full((32,), 0.5), M, generator=whole)[1] for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("time_sampling", ["stratified", "antithetic"])
+def test_strata_fill_the_global_batch_from_all_parts(time_sampling: str):
+    unit = torch.cat([draw_unit(4, time_sampling, noise(first)) for first in (0, 4, 8, 12, 16, 20, 24, 28)])
+    assert sorted((torch.ceil(unit * 32).long() - 1).tolist()) == list(range(32))
+    part = torch.ceil(draw_unit(4, time_sampling, noise(8)) * 4)
+    assert sorted(part.tolist()) != [1, 2, 3, 4]  # a part alone need not
+
+
+def test_rows_keys_and_windows_share_nothing():
+    x0 = torch.zeros(8, 64, dtype=torch.long)
+    half = torch.full((8,), 0.5)
+    masks = [
+        mask_tokens(x0, half, M, generator=source)[1] for source in (noise(), noise(8), noise(0, (3, 8)), noise(32))
+    ]
+    rows = torch.cat(masks)
+    assert len(rows.unique(dim=0)) == len(rows)
+    times = torch.cat([draw_unit(32, "stratified", source) for source in (noise(), noise(32), noise(0, (3, 8)))])
+    assert len(times.unique()) == len(times)
+    across = draw_unit(32, "uniform", noise(16))  # rows 16 to 47: two windows
+    assert torch.equal(
+        across, torch.cat([draw_unit(32, "uniform", noise())[16:], draw_unit(32, "uniform", noise(32))[:16]])
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_moves_no_noise(exactly: bool, left: bool):
+    """The i-th maskable token of a row is masked or not wherever padding and context put it."""
+    x0 = torch.zeros(16, 10, dtype=torch.long)
+    place = slice(4, None) if left else slice(0, 10)
+    padded, maskable = torch.zeros(16, 14, dtype=torch.long), torch.zeros(16, 14, dtype=torch.bool)
+    maskable[:, place] = True
+    masks = []
+    for ids, where in ((x0, None), (padded, maskable)):
+        if exactly:
+            masks.append(mask_exactly(ids, torch.arange(16) % 11, M, where, noise())[1])
+        else:
+            masks.append(mask_tokens(ids, torch.full((16,), 0.5), M, where, noise())[1])
+    assert torch.equal(masks[0], masks[1][:, place])
+    assert not bool((masks[1] & ~maskable).any())
+
+
+def test_noise_of_rows_has_the_product_law():
+    xs = [
+        mask_tokens(torch.zeros(64, 3, dtype=torch.long), torch.full((64,), 0.3), M, None, noise(0, (i,), 64))[1]
+        for i in range(100)
+    ]
+    law = {mask: 0.3 ** sum(mask) * 0.7 ** (3 - sum(mask)) for mask in itertools.product((0, 1), repeat=3)}
+    assert ref.chi_square_p_value(counts_of(torch.cat(xs)), law) > 1e-3  # 6,400 draws
+
+
+def test_noise_leaves_the_global_state_alone():
+    state = torch.get_rng_state()
+    mask_exactly(torch.zeros(4, 5, dtype=torch.long), torch.ones(4), M, None, noise())
+    draw_unit(4, "stratified", noise())
+    assert draw_unit(0, "stratified", noise()).shape == (0,)
+    assert torch.equal(state, torch.get_rng_state())

@@ -93,15 +93,53 @@ def test_reduction_is_per_token_or_per_sequence(tmp_path: Path):
     assert losses["sequence_sum"].item() == pytest.approx(LENGTH * losses["token_mean"].item(), rel=1e-5)
 
 
-def test_accumulated_gradients_are_divided(tmp_path: Path):
-    """Four micro-batches a step log a loss of the size of one, not of four."""
-    first = {}
-    for steps in (1, 4):
-        args = arguments(tmp_path, gradient_accumulation_steps=steps, max_steps=1, loss_type="ao")
-        trainer = RADDTrainer(tiny_model(), args, train_dataset=blocks())
-        trainer.train()
-        first[steps] = logged(trainer, "loss")[0]
-    assert first[4] == pytest.approx(first[1], rel=1e-3)  # a zero head: each token costs ln(V - 1) under "ao"
+def ragged(count: int = 64) -> list[dict]:
+    """Rows of 2 to 8 tokens, some with a context that is not scored."""
+    rows = [{"input_ids": [(i + j) % (VOCAB - 1) for j in range(2 + i * 5 % 7)]} for i in range(count)]
+    for row in rows[::3]:
+        row["loss_mask"] = [False, *[True] * (len(row["input_ids"]) - 1)]
+    return rows
+
+
+def gradient_of_first_step(folder: Path, dataset, **changes) -> tuple[float, float, torch.Tensor]:
+    """Logged loss, logged NLL a token and gradient of the first step: no dropout, a head that is not zero."""
+    model = tiny_model()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    torch.nn.init.normal_(model.lm_head.weight, std=0.5, generator=torch.Generator().manual_seed(1))
+    options = {"max_steps": 1, "max_grad_norm": 0.0, "ema_decay": 0.0, "optim": "sgd", "lr_scheduler_type": "constant"}
+    trainer = RADDTrainer(model, arguments(folder, **{**options, **changes}), train_dataset=dataset)
+    before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    trainer.train()
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return (
+        logged(trainer, "loss")[0],
+        logged(trainer, "nll_per_token")[0],
+        (before - after) / trainer.args.learning_rate,
+    )
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_sum"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_accumulation_4_x_8_is_batch_32(tmp_path: Path, loss_type: str, reduction: str):
+    """Loss and gradient to 1e-5, with rows of different lengths: noise, strata and divisor are of the global batch."""
+    results = [
+        gradient_of_first_step(
+            tmp_path,
+            ragged(),
+            loss_type=loss_type,
+            loss_reduction=reduction,
+            gradient_accumulation_steps=steps,
+            per_device_train_batch_size=32 // steps,
+            learning_rate=1.0,
+        )
+        for steps in (1, 4)
+    ]
+    (loss, nll, gradient), (loss_4, nll_4, gradient_4) = results
+    assert loss_4 == pytest.approx(loss, rel=1e-5) and nll_4 == pytest.approx(nll, abs=1.1e-4)  # logged to four digits
+    assert gradient.abs().max() > 1e-3
+    torch.testing.assert_close(gradient_4, gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item())
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
