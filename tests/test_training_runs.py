@@ -56,7 +56,8 @@ def curve(outcome: dict, key: str = "loss") -> list[float]:
     return [entry[key] for entry in outcome["log"] if key in entry]
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 def test_kill_9_and_resume_is_the_straight_run_bit_for_bit(tmp_path: pathlib.Path, workers: int):
     """Six steps over an epoch's end, with dropout; killed after the fifth, resumed from the third."""
     job = {"max_steps": 6, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 3}
@@ -73,7 +74,7 @@ def test_kill_9_and_resume_is_the_straight_run_bit_for_bit(tmp_path: pathlib.Pat
 
 
 def test_two_processes_are_one_with_the_doubled_batch(tmp_path: pathlib.Path):
-    """Loss curve, weights and average to 1e-4 with ragged rows; evaluation of 11 sequences, which 2 x 4 does not divide."""
+    """Loss curve, weights and average to 1e-4 with ragged rows; evaluation of 11 sequences: 2 x 4 does not divide it."""
     job = {"max_steps": 6, "dropout": 0.0, "ragged": True, "eval_rows": 11, "per_device_eval_batch_size": 4}
     one, two = launch(tmp_path, "two", 2, ddp_backend="gloo", gradient_accumulation_steps=2, **job)
     (whole,) = launch(tmp_path, "one", per_device_train_batch_size=16, **job)
@@ -84,7 +85,7 @@ def test_two_processes_are_one_with_the_doubled_batch(tmp_path: pathlib.Path):
         for name, value in whole[part].items():
             torch.testing.assert_close(one[part][name], value, rtol=0, atol=1e-4, msg=name)
     noisy = [[row for _, _, ids in run["trace"] for row in ids.tolist()] for run in (one, two)]
-    assert len(noisy[0]) == len(noisy[1]) == 48 and noisy[0] != noisy[1]
+    assert len(noisy[0]) == len(noisy[1]) == 40 and noisy[0] != noisy[1]
     # neither dropped nor repeated: the tokens and the bound of every sequence, in order
     nll, tokens = whole["prediction"]
     assert tokens.tolist() == [2 + i * 5 % 7 for i in range(11)]
