@@ -405,7 +405,7 @@ def test_extreme_masks_are_finite_in_float16(tmp_path: Path):
     torch.nn.init.normal_(model.lm_head.weight, generator=torch.Generator().manual_seed(1))
     ids = blocks(4).blocks
     masked = torch.tensor([[False] * LENGTH, [True] * LENGTH, [True] + [False] * (LENGTH - 1), [True] * LENGTH])
-    noisy, weight = ids.masked_fill(masked, VOCAB - 1), torch.tensor([1.0, 1.0, 1e5, 1.0])
+    noisy, weight = ids.masked_fill(masked, VOCAB - 1), torch.tensor([1.0, 1.0, 100.0, 1.0])
     with torch.autocast("cpu", torch.float16):
         token_nll = masked_token_nll(model, ids, noisy, masked, row_weight=weight)
     loss = (weight * sum_over_masked(token_nll, masked)).sum() / 4

@@ -13,6 +13,14 @@ import torch
 HERE = pathlib.Path(__file__).parent
 
 
+def torchrun(processes: int) -> list[str]:
+    """The command that starts Python in so many processes, on a port that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+
+
 def launch(tmp_path: pathlib.Path, name: str, processes: int = 1, **job) -> list[dict]:
     """What each process of a run wrote; an exit code alone says nothing where gloo is torn down."""
     result = tmp_path / f"{name}.pt"
@@ -67,7 +75,7 @@ def test_kill_9_and_resume_is_the_straight_run_bit_for_bit(tmp_path: pathlib.Pat
 
 
 def test_two_processes_are_one_with_the_doubled_batch(tmp_path: pathlib.Path):
-    """Loss curve, weights and average to 1e-4 with ragged rows; evaluation of 11 sequences, not a multiple of 2 x 4."""
+    """Loss curve, weights and average to 1e-4 with ragged rows; evaluation of 11 sequences (not of 8)."""
     job = {"max_steps": 6, "dropout": 0.0, "ragged": True, "eval_rows": 11, "per_device_eval_batch_size": 4}
     one, two = launch(tmp_path, "two", 2, ddp_backend="gloo", gradient_accumulation_steps=2, **job)
     (whole,) = launch(tmp_path, "one", per_device_train_batch_size=16, **job)
