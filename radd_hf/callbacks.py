@@ -106,6 +106,9 @@ class DropoutSeedCallback(TrainerCallback):
 
 def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Names, as they are without torch.compile, and parameters; a ValueError if they are flattened or elsewhere."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):  # FSDP2: a forward pass without a backward one leaves the root whole
+            module.reshard()
     for name, parameter in model.named_parameters():
         if "_fsdp_wrapped_module" in name or hasattr(parameter, "ds_tensor"):
             raise ValueError(

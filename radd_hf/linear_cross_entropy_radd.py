@@ -4,6 +4,7 @@
 Shapes: N scored positions, D width, V vocabulary (mask column included), C positions of a chunk.
 """
 
+import importlib
 import inspect
 
 import torch
@@ -173,16 +174,13 @@ def _run(hidden, weight, bias, targets, excluded, dtype, need_hidden, share, nee
 
 def _liger_function() -> type[torch.autograd.Function] | None:
     """Liger's fused linear cross-entropy, or None where it is not installed or wrong for a gradient by positions."""
-    try:
-        from liger_kernel.ops.fused_linear_cross_entropy import (
-            LigerFusedLinearCrossEntropyFunction,
-            fused_linear_cross_entropy_forward,
-        )
+    try:  # by name: a shipped file may import nothing else that is not always there
+        liger = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
     except ImportError:
         return None
     # older versions multiply the summed gradient of W by the gradient of the first position
-    supported = "token_grad_output" in inspect.signature(fused_linear_cross_entropy_forward).parameters
-    return LigerFusedLinearCrossEntropyFunction if supported else None
+    supported = "token_grad_output" in inspect.signature(liger.fused_linear_cross_entropy_forward).parameters
+    return liger.LigerFusedLinearCrossEntropyFunction if supported else None
 
 
 def liger_cross_entropy(

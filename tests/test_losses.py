@@ -586,3 +586,45 @@ def test_bad_arguments(arguments: dict, message: str):
 def test_unknown_loss_type_below_diffusion_loss(call: Callable[[], object]):
     with pytest.raises(ValueError, match=r"`loss_type` must be one of .*got 'kl'"):
         call()
+
+
+# Other masked language models
+
+
+def bert(**fields) -> nn.Module:
+    """A small BERT with weights that tell contexts apart, whose config knows no mask token."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "max_position_embeddings": 16, "initializer_range": 0.5}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(30)
+        return BertForMaskedLM(BertConfig(**{**sizes, **fields})).eval()
+
+
+@LOSSES
+def test_any_masked_backbone_has_the_loss_of_its_full_logits(loss_type: str):
+    """The output layer sees the masked positions alone, with padding too; the mask token has no probability."""
+    model, mask_token_id = bert(), 4
+    x0 = torch.randint(5, 9, (12, 6), generator=seeded(31))
+    attention_mask = (torch.arange(6) < torch.randint(2, 7, (12, 1), generator=seeded(32))).long()
+    shapes = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda m, args, out: shapes.append(out.shape))
+    options = {"attention_mask": attention_mask, "mask_token_id": mask_token_id}
+    terms = diffusion_loss_terms(model, x0, loss_type, generator=seeded(33), **options)
+    terms.loss.sum().backward()
+    handle.remove()
+    assert shapes == [(int(terms.num_masked.sum()), 9)]
+    gradient = model.bert.embeddings.word_embeddings.weight.grad.clone()
+    model.zero_grad()
+    drawn = corrupt(
+        x0, loss_type, mask_token_id, attention_mask.bool(), noise_schedule=LogLinearNoise(), generator=seeded(33)
+    )
+    logits = model(drawn.noisy_ids, attention_mask=attention_mask).logits
+    logits = logits.masked_fill(torch.arange(9) == mask_token_id, float("-inf"))
+    token_nll = -logits.log_softmax(-1).gather(-1, x0[..., None])[..., 0]
+    loss = weigh(torch.where(drawn.masked, token_nll, 0.0).sum(-1), drawn, loss_type, LogLinearNoise())
+    torch.testing.assert_close(terms.loss, loss, rtol=1e-5, atol=1e-5)
+    loss.sum().backward()
+    expected = model.bert.embeddings.word_embeddings.weight.grad
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())

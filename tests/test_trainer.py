@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 from radd_hf import RADDConfig, RADDForMaskedDiffusion, RADDTrainer, RADDTrainingArguments
-from radd_hf.data import BlockDataset, MaskedDiffusionCollator, pack_blocks
-from radd_hf.losses import LOSS_TYPES, diffusion_loss_terms
+from radd_hf.data import BlockDataset, MaskedDiffusionCollator, character_tokenizer, pack_blocks
+from radd_hf.losses import LOSS_TYPES, diffusion_loss_terms, masked_token_nll, sum_over_masked
 
 VOCAB, LENGTH = 12, 8
 
@@ -349,3 +350,80 @@ def test_resuming_passes_over_a_torn_checkpoint(tmp_path: Path):
     assert torch.equal(again.model.lm_head.weight, whole.model.lm_head.weight)
     with pytest.raises(ValueError, match="`resume_from_checkpoint` is True but '.*none' holds no complete checkpoint"):
         RADDTrainer(tiny_model(), arguments(tmp_path / "none"), train_dataset=blocks()).train(True)
+
+
+def test_average_on_the_cpu_is_the_same(tmp_path: Path):
+    averages = []
+    for ema_on_cpu in (False, True):
+        args = arguments(tmp_path, ema_decay=0.9, ema_on_cpu=ema_on_cpu)
+        trainer = RADDTrainer(tiny_model(), args, train_dataset=blocks())
+        assert trainer.ema.device == ("cpu" if ema_on_cpu else None)
+        trainer.train()
+        averages.append(trainer.ema.average)
+    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
+
+
+def test_a_skipped_update_is_not_averaged(tmp_path: Path):
+    """In float16 a step whose gradients overflow changes nothing: neither the average nor its warm-up."""
+    trainer = RADDTrainer(tiny_model(), arguments(tmp_path, ema_decay=0.9), train_dataset=blocks())
+    optimizer = type("Optimizer", (), {"step_was_skipped": True})()
+    trainer.ema.on_optimizer_step(trainer.args, trainer.state, trainer.control, trainer.model, optimizer)
+    assert trainer.ema.num_updates == 0
+    optimizer.step_was_skipped = False
+    trainer.ema.on_optimizer_step(trainer.args, trainer.state, trainer.control, trainer.model, optimizer)
+    assert trainer.ema.num_updates == 1
+
+
+def test_flattened_parameters_are_refused(tmp_path: Path):
+    trainer = RADDTrainer(tiny_model(), arguments(tmp_path), train_dataset=blocks())
+    wrapped = torch.nn.ModuleDict({"_fsdp_wrapped_module": tiny_model()})
+    with pytest.raises(ValueError, match="`ema_decay` must be 0 under FSDP version 1 and DeepSpeed ZeRO stage 3"):
+        trainer.ema.start(wrapped)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("flags", [{"bf16": True}, {"gradient_checkpointing": True}], ids=str)
+def test_flags_train(tmp_path: Path, flags: dict):
+    trainer = RADDTrainer(tiny_model(), arguments(tmp_path, max_steps=30, **flags), train_dataset=blocks())
+    trainer.train()
+    nll = logged(trainer, "nll_per_token")
+    assert sum(nll[-5:]) / 5 < nll[0] - 0.05
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains(tmp_path: Path):
+    flags = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 20}
+    trainer = RADDTrainer(tiny_model(), arguments(tmp_path, **flags), train_dataset=blocks())
+    trainer.train()
+    nll = logged(trainer, "nll_per_token")
+    assert sum(nll[-5:]) / 5 < nll[0] - 0.05 and trainer.ema.num_updates == 20
+
+
+def test_extreme_masks_are_finite_in_float16(tmp_path: Path):
+    """Rows without any mask and rows of masks alone, under a large weight: loss and gradients in float16 autocast."""
+    model = tiny_model()
+    torch.nn.init.normal_(model.lm_head.weight, generator=torch.Generator().manual_seed(1))
+    ids = blocks(4).blocks
+    masked = torch.tensor([[False] * LENGTH, [True] * LENGTH, [True] + [False] * (LENGTH - 1), [True] * LENGTH])
+    noisy, weight = ids.masked_fill(masked, VOCAB - 1), torch.tensor([1.0, 1.0, 100.0, 1.0])
+    with torch.autocast("cpu", torch.float16):
+        token_nll = masked_token_nll(model, ids, noisy, masked, row_weight=weight)
+    loss = (weight * sum_over_masked(token_nll, masked)).sum() / 4
+    loss.backward()
+    assert loss.isfinite() and sum_over_masked(token_nll, masked)[0] == 0
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+def test_plain_trainer_trains_through_labels(tmp_path: Path):
+    """transformers' own Trainer with its masked-LM collator: the ordinary masked-LM loss."""
+    tokenizer = character_tokenizer("abcdefghi")  # 9 characters, <unk>, end, mask: V = 12
+    model = tiny_model()
+    model.config.mask_token_id = tokenizer.mask_token_id
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
+    options = {"output_dir": str(tmp_path), "per_device_train_batch_size": 16, "max_steps": 30, "learning_rate": 1e-2}
+    options |= {"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    text = BlockDataset((torch.arange(64)[:, None] + torch.arange(LENGTH)) % 3)
+    trainer = Trainer(model, TrainingArguments(**options), collator, train_dataset=text)
+    trainer.train()
+    losses = logged(trainer, "loss")
+    assert losses[0] == pytest.approx(math.log(VOCAB - 1), rel=1e-3) and losses[-1] < 1.5

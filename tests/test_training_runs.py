@@ -13,21 +13,22 @@ import torch
 HERE = pathlib.Path(__file__).parent
 
 
-def launch(
-    tmp_path: pathlib.Path, name: str, processes: int = 1, prefix: list[str] | None = None, **job
-) -> list[dict]:
+def torchrun(processes: int) -> list[str]:
+    """The command that starts Python in so many processes, on a port that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+
+
+def launch(tmp_path: pathlib.Path, name: str, processes: int = 1, **job) -> list[dict]:
     """What each process of a run wrote; an exit code alone says nothing where gloo is torn down."""
     result = tmp_path / f"{name}.pt"
     job = {"folder": str(tmp_path / name), "result": str(result), **job}
-    command = [sys.executable]
-    if processes > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+    command = torchrun(processes) if processes > 1 else [sys.executable]
     environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*(prefix or command), str(HERE / "training_run.py"), json.dumps(job)],
+        [*command, str(HERE / "training_run.py"), json.dumps(job)],
         env=environment,
         capture_output=True,
         text=True,
@@ -56,7 +57,8 @@ def curve(outcome: dict, key: str = "loss") -> list[float]:
     return [entry[key] for entry in outcome["log"] if key in entry]
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 def test_kill_9_and_resume_is_the_straight_run_bit_for_bit(tmp_path: pathlib.Path, workers: int):
     """Six steps over an epoch's end, with dropout; killed after the fifth, resumed from the third."""
     job = {"max_steps": 6, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 3}
@@ -73,7 +75,7 @@ def test_kill_9_and_resume_is_the_straight_run_bit_for_bit(tmp_path: pathlib.Pat
 
 
 def test_two_processes_are_one_with_the_doubled_batch(tmp_path: pathlib.Path):
-    """Loss curve, weights and average to 1e-4 with ragged rows; evaluation of 11 sequences, which 2 x 4 does not divide."""
+    """Loss curve, weights and average to 1e-4 with ragged rows; evaluation of 11 sequences (not of 8)."""
     job = {"max_steps": 6, "dropout": 0.0, "ragged": True, "eval_rows": 11, "per_device_eval_batch_size": 4}
     one, two = launch(tmp_path, "two", 2, ddp_backend="gloo", gradient_accumulation_steps=2, **job)
     (whole,) = launch(tmp_path, "one", per_device_train_batch_size=16, **job)
@@ -84,7 +86,7 @@ def test_two_processes_are_one_with_the_doubled_batch(tmp_path: pathlib.Path):
         for name, value in whole[part].items():
             torch.testing.assert_close(one[part][name], value, rtol=0, atol=1e-4, msg=name)
     noisy = [[row for _, _, ids in run["trace"] for row in ids.tolist()] for run in (one, two)]
-    assert len(noisy[0]) == len(noisy[1]) == 48 and noisy[0] != noisy[1]
+    assert len(noisy[0]) == len(noisy[1]) == 40 and noisy[0] != noisy[1]
     # neither dropped nor repeated: the tokens and the bound of every sequence, in order
     nll, tokens = whole["prediction"]
     assert tokens.tolist() == [2 + i * 5 % 7 for i in range(11)]
@@ -98,3 +100,12 @@ def test_two_processes_are_one_with_the_doubled_batch(tmp_path: pathlib.Path):
 def test_processes_share_no_dropout(tmp_path: pathlib.Path):
     one, two = launch(tmp_path, "two", 2, ddp_backend="gloo", max_steps=2)
     assert not torch.equal(one["rng"], two["rng"])
+
+
+@pytest.mark.slow
+def test_fsdp2_is_the_whole_model(tmp_path: pathlib.Path):
+    """Losses, weights and the sharded average of two processes on the CPU; accelerate itself shards on GPUs alone."""
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    command = [*torchrun(2), str(HERE / "fsdp_run.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert {path.name for path in tmp_path.glob("passed.*")} == {"passed.0", "passed.1"}, done.stderr

@@ -88,11 +88,8 @@ def main(job: dict):
         outcome["metrics"] = trainer.evaluate(rows(eval_rows, True))
         prediction = trainer.predict(rows(eval_rows, True))
         outcome["prediction"] = torch.tensor(prediction.predictions), torch.tensor(prediction.label_ids)
-    if not trainer.is_fsdp_enabled:
-        outcome["weights"] = {name: p.detach() for name, p in trainer.model.named_parameters()}
-        outcome["optimizer"] = trainer.optimizer.state_dict()
-    else:
-        trainer.save_model(f"{args.output_dir}/final")
+    outcome["weights"] = {name: p.detach() for name, p in trainer.model.named_parameters()}
+    outcome["optimizer"] = trainer.optimizer.state_dict()
     torch.save(outcome, f"{result}.{args.process_index}")
 
 
