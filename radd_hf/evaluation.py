@@ -110,7 +110,7 @@ def estimate_likelihood(
 
     The default "ao" has stratified importance draws of k, masks that share out the tokens and a control variate (see
     `radd_hf.likelihood`); the other losses are stratified. The spread of independent groups of draws gives the
-    standard error, itself uncertain by about 1 / sqrt(2 G) from G groups (G = 16 for 33 to 129 samples). Each sequence
+    standard error, itself uncertain by about 1 / sqrt(2 G) from G groups (G = 31 for the default). Each sequence
     has its own random numbers, and padding is cut off before they are used, so neither the batch it comes in nor
     `batch_size` nor padding changes its value beyond rounding.
 

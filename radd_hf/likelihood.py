@@ -42,7 +42,7 @@ from .noise_schedule_radd import NoiseSchedule
 # Independent groups, at least and where there are draws for them (a standard error from G groups is itself uncertain
 # by about 1 / sqrt(2 G)), and draws of a group once there are more.
 NUM_GROUPS = 16
-DRAWS_PER_GROUP = 8
+DRAWS_PER_GROUP = 4
 # Strata end at (S - 1) (j / n)^STRATUM_POWER: see above.
 STRATUM_POWER = 1.5
 # Fewer rows than this are all draws: too few to spend one on the full mask.
