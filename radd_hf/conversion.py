@@ -47,6 +47,7 @@ def convert_original_checkpoint(
     *,
     ema: bool = True,
     tokenizer: PreTrainedTokenizerBase | str | os.PathLike | None = None,
+    model_name: str | None = None,
 ) -> Path:
     """
     Convert a checkpoint of a public code base. All or nothing: `out_dir` appears when it is complete.
@@ -62,6 +63,7 @@ def convert_original_checkpoint(
         tokenizer (`PreTrainedTokenizerBase`, `str` or `os.PathLike`, *optional*): The original's tokenizer, or where
             it is; a mask token is added to it if it has none. By default a model of GPT-2's vocabulary gets GPT-2's,
             from the Hub or its cache, with a warning where it cannot be had; another model gets none.
+        model_name (`str`, *optional*): Name on the card, such as the Hub repository to be; defaults to the source's.
 
     Returns:
         `Path`: `out_dir`, for `from_pretrained`.
@@ -77,10 +79,11 @@ def convert_original_checkpoint(
     checkpoint = open_checkpoint(source, ema)
     model = _build(checkpoint)
     tokenizer = _tokenizer_for(model.config, tokenizer)
+    shown = Path(source).resolve().name if Path(source).is_dir() else str(source)  # no path of this machine
     card = conversion_card(
         model,
-        name=out_dir.name,
-        source=str(source) if not Path(source).is_dir() else Path(source).resolve().name,  # no path of this machine
+        name=shown.rpartition("/")[2] if model_name is None else model_name,
+        source=shown,
         family=_family(checkpoint).NAME,
         from_ema=checkpoint.from_ema,
         has_tokenizer=tokenizer is not None,
@@ -240,7 +243,11 @@ def main(arguments: Sequence[str] | None = None):
             out_dir = export_original_checkpoint(options.source, options.out_dir)
         else:
             out_dir = convert_original_checkpoint(
-                options.source, options.out_dir, ema=not options.raw, tokenizer=options.tokenizer
+                options.source,
+                options.out_dir,
+                ema=not options.raw,
+                tokenizer=options.tokenizer,
+                model_name=options.push,
             )
         if options.push is not None:
             sys.stderr.write(f"{push_folder(out_dir, options.push)}\n")

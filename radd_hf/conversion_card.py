@@ -10,9 +10,9 @@ TEMPLATE = """---
 
 # {{ name }}
 
-A masked (absorbing-state) diffusion language model, converted from `{{ source }}` (the format of the public {{ family }}
-code{{ averaged }}) with `python -m radd_hf.conversion`. The network is the same function under other weight names; nothing
-was trained or measured here.
+A masked (absorbing-state) diffusion language model, converted from `{{ source }}` (the format of the public
+{{ family }} code{{ averaged }}) with `python -m radd_hf.conversion`. The network is the same function under other
+weight names; nothing was trained or measured here.
 
 ## Architecture
 
@@ -57,7 +57,8 @@ print(output)  # token ids: the tokenizer of the original belongs beside these f
 
 ## Licence
 
-The weights are the work of the authors of the source, and its terms hold for this copy: read them before passing it on.
+The weights are the work of the authors of the source, and its terms hold for this copy: read them before you pass it
+on.
 
 ## Citation
 
@@ -68,7 +69,8 @@ CITATIONS = {
     "RADD": """```bibtex
 @inproceedings{ou2025your,
   title     = {Your Absorbing Discrete Diffusion Secretly Models the Conditional Distributions of Clean Data},
-  author    = {Jingyang Ou and Shen Nie and Kaiwen Xue and Fengqi Zhu and Jiacheng Sun and Zhenguo Li and Chongxuan Li},
+  author    = {Jingyang Ou and Shen Nie and Kaiwen Xue and Fengqi Zhu and Jiacheng Sun and Zhenguo Li and
+               Chongxuan Li},
   booktitle = {International Conference on Learning Representations},
   year      = {2025},
 }
@@ -76,7 +78,8 @@ CITATIONS = {
     "MDLM": """```bibtex
 @inproceedings{sahoo2024simple,
   title     = {Simple and Effective Masked Diffusion Language Models},
-  author    = {Subham Sekhar Sahoo and Marianne Arriola and Yair Schiff and Aaron Gokaslan and Edgar Marroquin and Justin T Chiu and Alexander Rush and Volodymyr Kuleshov},
+  author    = {Subham Sekhar Sahoo and Marianne Arriola and Yair Schiff and Aaron Gokaslan and Edgar Marroquin and
+               Justin T Chiu and Alexander Rush and Volodymyr Kuleshov},
   booktitle = {Advances in Neural Information Processing Systems},
   year      = {2024},
 }
@@ -89,7 +92,7 @@ CITATIONS = {
   year      = {2024},
 }
 ```""",
-}  # fmt: skip
+}
 
 _LOSSES = {
     "dse": "Denoising score entropy (`dse`)",

@@ -214,7 +214,8 @@ def _from_state_dict(path: Path, config: Fields, state: Mapping) -> OriginalChec
             raise ValueError(
                 f"`source` must hold named tensors in {str(path)!r}, got {key!r}: {type(value).__name__}."
             )
-        if value.numel() * value.element_size() > value.untyped_storage().nbytes():  # an expanded or absent tensor
+        present = 0 if value.is_meta else value.untyped_storage().nbytes()
+        if value.numel() * value.element_size() > present:  # an expanded tensor is small here and huge once copied
             raise ValueError(f"`source` must hold whole tensors in {str(path)!r}, got {key!r} without its numbers.")
     weights = {bare: state[key].detach() for bare, key in bare_names(list(state), path).items()}
     return OriginalCheckpoint(path, config, {k: tuple(w.shape) for k, w in weights.items()}, lambda: weights)
@@ -261,8 +262,8 @@ def _find_hub_layout(source: str | os.PathLike) -> tuple[Path, str]:
     absent = [name for name in (CONFIG_FILE, weights_file) if not (folder / name).is_file()]
     if absent:
         raise ValueError(
-            f"`source` must hold {CONFIG_FILE} and {WEIGHTS_FILE}, got {str(source)!r} without {absent}; {PICKLE_FILE}, "
-            f"or a training run's {RUN_CONFIG} and {RUN_CHECKPOINT}, would do as well."
+            f"`source` must hold {CONFIG_FILE} and {WEIGHTS_FILE}, got {str(source)!r} without {absent}; "
+            f"{PICKLE_FILE}, or a training run's {RUN_CONFIG} and {RUN_CHECKPOINT}, would do as well."
         )
     return folder, weights_file
 
