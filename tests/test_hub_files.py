@@ -35,6 +35,7 @@ SHIPPED = {
     "configuration_radd.py",
     "generation_config_radd.py",
     "generation_radd.py",
+    "loading_radd.py",
     "modeling_radd.py",
     "noise_schedule_radd.py",
     "reveal_plan_radd.py",
