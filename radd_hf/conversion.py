@@ -3,7 +3,7 @@
 
     python -m radd_hf.conversion SOURCE OUT_DIR [--push REPO]
 
-The network is the same function: see conversion_radd.py, conversion_mdlm.py and conversion_sedd.py.
+The network is the same function: see conversion_original.py, conversion_mdlm.py and conversion_sedd.py.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import conversion_mdlm, conversion_radd
+from . import conversion_mdlm, conversion_original
 from .attention_radd import RADDRotaryEmbedding
 from .conversion_card import conversion_card
 from .conversion_files import (
@@ -36,7 +36,7 @@ from .conversion_files import (
     open_checkpoint,
     value_problems,
 )
-from .conversion_radd import convert_config, convert_weights, key_map, original_config, original_weights
+from .conversion_original import convert_config, convert_weights, key_map, original_config, original_weights
 from .modeling_radd import RADDForMaskedDiffusion
 from .tokenization import GPT2, GPT2_TOKENS, add_mask_token, load_tokenizer
 
@@ -167,7 +167,7 @@ def _family(checkpoint: OriginalCheckpoint) -> ModuleType:
     """The module that knows this kind of checkpoint."""
     if checkpoint.config.has("model_type") and checkpoint.config.get("model_type") == "mdlm":
         return conversion_mdlm
-    return conversion_radd
+    return conversion_original
 
 
 def _checked_weights(checkpoint: OriginalCheckpoint, family: ModuleType, config) -> dict[str, torch.Tensor]:
@@ -183,7 +183,7 @@ def _checked_weights(checkpoint: OriginalCheckpoint, family: ModuleType, config)
     problems, original = key_problems(checkpoint.shapes, expected), {}
     if not problems:
         original = checkpoint.read()
-        problems = value_problems(original, conversion_radd.rotary_frequencies(config))
+        problems = value_problems(original, conversion_original.rotary_frequencies(config))
     if problems:
         listed = "; ".join(f"{kind}: {keys}" for kind, keys in problems.items())
         raise ValueError(

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from . import conversion_radd
+from . import conversion_original
 from .configuration_radd import RADDConfig
 from .conversion_files import Fields
-from .conversion_radd import LOG_LINEAR_EPS, shape_map
+from .conversion_original import LOG_LINEAR_EPS, shape_map
 from .modeling_radd import RADDForMaskedDiffusion
 
 NAME = "MDLM"
@@ -32,13 +32,17 @@ SIGMA_SHAPES = {
     "sigma_map.mlp.2.bias": ("C",),
 }
 TRUNK_SHAPES = {
-    **{key: shape for key, shape in conversion_radd.TRUNK_SHAPES.items() if not key.endswith("norm_final.bias")},
+    **{key: shape for key, shape in conversion_original.TRUNK_SHAPES.items() if not key.endswith("norm_final.bias")},
     **SIGMA_SHAPES,
     "output_layer.adaLN_modulation.weight": ("2D", "C"),
     "output_layer.adaLN_modulation.bias": ("2D",),
 }
 BLOCK_SHAPES = {
-    **{key: shape for key, shape in conversion_radd.BLOCK_SHAPES.items() if key not in ("norm1.bias", "norm2.bias")},
+    **{
+        key: shape
+        for key, shape in conversion_original.BLOCK_SHAPES.items()
+        if key not in ("norm1.bias", "norm2.bias")
+    },
     "adaLN_modulation.weight": ("6D", "C"),
     "adaLN_modulation.bias": ("6D",),
 }
@@ -129,4 +133,4 @@ def fold_conditioning(original: Mapping[str, torch.Tensor], conditioning: torch.
 
 def converted(config: RADDConfig, original: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A state dict of `RADDForMaskedDiffusion` from all weights of the original."""
-    return conversion_radd.converted(config, fold_conditioning(original, constant_conditioning(original)))
+    return conversion_original.converted(config, fold_conditioning(original, constant_conditioning(original)))

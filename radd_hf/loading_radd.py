@@ -86,14 +86,16 @@ def check_saved_weights(cls: type[PreTrainedModel], source: str | os.PathLike, o
 
 
 def _check_json(file: str | None):
-    """Raise a ValueError that names the file, if there is one, unless it holds a JSON object."""
+    """Raise a ValueError that names the file, if there is one, where it holds JSON other than an object."""
     if file is None:
         return
     try:
         with open(file, encoding="utf-8") as opened:
             kind = type(json.load(opened))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(file)!r} must hold valid JSON, got: {error}") from error
+    except ValueError:
+        return  # transformers says so
+    except RecursionError as error:
+        raise ValueError(f"{str(file)!r} must hold a JSON object, got: {error}.") from error
     if kind is not dict:
         raise ValueError(f"{str(file)!r} must hold a JSON object, got {kind.__name__}.")
 

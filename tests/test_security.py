@@ -205,11 +205,16 @@ def test_a_damaged_shard_is_named(sharded: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize(("text", "message"), [("{", "valid JSON"), ("[1]", "a JSON object, got list")])
-def test_a_damaged_config_is_named(bad: Path, name: str, text: str, message: str):
-    (bad / name).write_text(text)
-    with pytest.raises(ValueError, match=rf"bad/{name}' must hold {message}"):
-        RADDForMaskedDiffusion.from_pretrained(bad)
+def test_a_damaged_config_is_named(bad: Path, name: str):
+    for text, message in (
+        ("{", "not a valid JSON"),
+        ("[1]", "a JSON object, got list"),
+        ("[" * 10**5, "a JSON object"),
+    ):
+        (bad / name).write_text(text)
+        with pytest.raises((ValueError, OSError), match=message) as error:
+            RADDForMaskedDiffusion.from_pretrained(bad)
+        assert name in str(error.value)
 
 
 # Names that lead out of the folder, and code
