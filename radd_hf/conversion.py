@@ -3,7 +3,8 @@
 
     python -m radd_hf.conversion SOURCE OUT_DIR [--push REPO]
 
-The network is the same function: see conversion_original.py, conversion_mdlm.py and conversion_sedd.py.
+The network is the same function: see conversion_original.py,
+conversion_mdlm.py and conversion_sedd.py.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import conversion_mdlm, conversion_original
+from . import conversion_mdlm, conversion_original, conversion_sedd
 from .attention_radd import RADDRotaryEmbedding
 from .conversion_card import conversion_card
 from .conversion_files import (
@@ -167,6 +168,8 @@ def _family(checkpoint: OriginalCheckpoint) -> ModuleType:
     """The module that knows this kind of checkpoint."""
     if checkpoint.config.has("model_type") and checkpoint.config.get("model_type") == "mdlm":
         return conversion_mdlm
+    if any("adaLN" in key or key.startswith("sigma_map.") for key in checkpoint.shapes):
+        return conversion_sedd
     return conversion_original
 
 

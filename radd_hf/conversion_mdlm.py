@@ -8,7 +8,6 @@ conditioning off sigma is 0 everywhere, c is a constant, and
     branch: its last layer times the gate, row by row.
 """
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -19,10 +18,10 @@ from .configuration_radd import RADDConfig
 from .conversion_files import Fields
 from .conversion_original import LOG_LINEAR_EPS, shape_map
 from .modeling_radd import RADDForMaskedDiffusion
+from .modeling_sedd import FREQUENCIES, sigma_embedding
 
 NAME = "MDLM"
 MODEL = RADDForMaskedDiffusion
-FREQUENCIES = 256  # width of the embedding of sigma, a constant of the public code
 
 # Shapes of an adaLN network's weights: D width, V vocabulary, C width of the conditioning, F of sigma's embedding.
 SIGMA_SHAPES = {
@@ -78,14 +77,6 @@ def expected_shapes(config: RADDConfig, original: Mapping | Fields) -> dict[str,
     """The shape of each weight that the config describes."""
     width = Fields(original).number("cond_dim", whole=True)
     return shape_map(config, TRUNK_SHAPES, BLOCK_SHAPES, C=width, F=FREQUENCIES)
-
-
-def sigma_embedding(sigma: torch.Tensor, width: int) -> torch.Tensor:
-    """cos(sigma f_i), sin(sigma f_i) with f_i = 10000^(-2i / width): (...) -> (..., width)."""
-    half = width // 2
-    exponent = torch.arange(half, dtype=sigma.dtype, device=sigma.device) / half
-    angles = sigma[..., None] * torch.exp(-math.log(10000.0) * exponent)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 def constant_conditioning(original: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -89,6 +89,12 @@ class RADDPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": RADDLayer, "attentions": RADDAttention}
+    _hub_classes = {
+        "AutoConfig": "configuration_radd.RADDConfig",
+        "AutoModel": "modeling_radd.RADDForMaskedDiffusion",
+        "AutoModelForMaskedLM": "modeling_radd.RADDForMaskedDiffusion",
+    }
+    _hub_pipelines = {"radd-infilling": {"impl": "pipeline_radd.InfillingPipeline", "pt": ["AutoModelForMaskedLM"]}}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -133,15 +139,9 @@ class RADDPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory, *args, **kwargs):
         """`PreTrainedModel.save_pretrained`, with the code files and the entries the Auto classes need."""
         if self._auto_class is not None:
-            head = "modeling_radd.RADDForMaskedDiffusion"
-            self.config.auto_map = {
-                "AutoConfig": "configuration_radd.RADDConfig",
-                "AutoModel": head,
-                "AutoModelForMaskedLM": head,
-            }
-            self.config.custom_pipelines = {
-                "radd-infilling": {"impl": "pipeline_radd.InfillingPipeline", "pt": ["AutoModelForMaskedLM"]}
-            }
+            self.config.auto_map = dict(self._hub_classes)
+            if self._hub_pipelines:
+                self.config.custom_pipelines = dict(self._hub_pipelines)
         super().save_pretrained(save_directory, *args, **kwargs)
 
 

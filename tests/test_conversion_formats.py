@@ -23,7 +23,8 @@ from radd_hf.conversion import (
     load_original_checkpoint,
     main,
 )
-from radd_hf.conversion_mdlm import FREQUENCIES, fold_conditioning, sigma_embedding
+from radd_hf.conversion_mdlm import fold_conditioning
+from radd_hf.modeling_sedd import FREQUENCIES, sigma_embedding
 
 FIXTURES = Path(__file__).parent / "fixtures"
 RADD, MDLM = FIXTURES / "radd_original", FIXTURES / "mdlm_original"
