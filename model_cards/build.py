@@ -302,7 +302,10 @@ def template_fields(model: PaperModel) -> dict[str, Any]:
 
 def conversion_note(model: PaperModel) -> str:
     """What is known about where the original weights are."""
-    note = "A checkpoint of the original code is converted once into a folder that `from_pretrained` reads."
+    note = (
+        "A checkpoint of the original code is converted once into a folder that `from_pretrained` reads, with GPT-2's "
+        "tokenizer and its mask token beside the weights."
+    )
     if model.original_source == PLACEHOLDER:
         return (
             f"{note} Where these weights are published is not known here: put the Hub name or the folder of the "

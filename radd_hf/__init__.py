@@ -7,11 +7,13 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from .configuration_radd import RADDConfig
+from .configuration_sedd import SEDDConfig
 from .evaluation import estimate_likelihood
 from .generation_config_radd import RADDGenerationConfig
 from .generation_radd import RADDGenerationOutput, diffusion_generate
 from .losses import diffusion_loss
 from .modeling_radd import RADDForMaskedDiffusion, RADDModel
+from .modeling_sedd import SEDDForMaskedDiffusion
 from .noise_schedule_radd import (
     CosineNoise,
     GeometricNoise,
@@ -21,6 +23,7 @@ from .noise_schedule_radd import (
     get_noise_schedule,
 )
 from .pipeline_radd import InfillingPipeline
+from .tokenization import add_mask_token
 
 if TYPE_CHECKING:
     from .trainer import RADDTrainer
@@ -41,6 +44,9 @@ __all__ = [
     "RADDModel",
     "RADDTrainer",
     "RADDTrainingArguments",
+    "SEDDConfig",
+    "SEDDForMaskedDiffusion",
+    "add_mask_token",
     "diffusion_generate",
     "diffusion_loss",
     "estimate_likelihood",
@@ -48,11 +54,12 @@ __all__ = [
     "get_noise_schedule",
 ]
 
-AutoConfig.register("radd", RADDConfig, exist_ok=True)
-AutoModel.register(RADDConfig, RADDForMaskedDiffusion, exist_ok=True)
-AutoModelForMaskedLM.register(RADDConfig, RADDForMaskedDiffusion, exist_ok=True)
-RADDConfig.register_for_auto_class()
-RADDForMaskedDiffusion.register_for_auto_class("AutoModelForMaskedLM")
+for _config, _model in ((RADDConfig, RADDForMaskedDiffusion), (SEDDConfig, SEDDForMaskedDiffusion)):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _model, exist_ok=True)
+    AutoModelForMaskedLM.register(_config, _model, exist_ok=True)
+    _config.register_for_auto_class()
+    _model.register_for_auto_class("AutoModelForMaskedLM")
 PIPELINE_REGISTRY.register_pipeline(
     "radd-infilling", pipeline_class=InfillingPipeline, pt_model=AutoModelForMaskedLM, type="text"
 )

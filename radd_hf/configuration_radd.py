@@ -20,6 +20,9 @@ _COUNTS = (
     "max_position_embeddings",
 )
 
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+_MOST_LABELS = 1000
+
 
 class RADDConfig(PreTrainedConfig):
     r"""
@@ -82,7 +85,11 @@ class RADDConfig(PreTrainedConfig):
         # A pipeline entry makes transformers ask for trust_remote_code even where this package is imported.
         if not __name__.startswith("transformers_modules"):
             kwargs.pop("custom_pipelines", None)
-        super().__post_init__(**kwargs)
+        self._check_kinds(kwargs)
+        try:
+            super().__post_init__(**kwargs)
+        except (TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:
+            raise ValueError(f"A field of the config must have the kind it is for, got {error!r}.") from error
         if self.intermediate_size is None and is_int(self.hidden_size):
             self.intermediate_size = 4 * self.hidden_size
         if self.mask_token_id is None and is_int(self.vocab_size):
@@ -103,6 +110,19 @@ class RADDConfig(PreTrainedConfig):
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    def _check_kinds(self, kwargs: dict):
+        """What transformers reads before `_check_fields` can: a hostile file must not crash it or fill the memory."""
+        labels = kwargs.get("num_labels")  # the base class makes a name for each; the network has none
+        if labels is not None and (not is_int(labels) or not 0 <= labels <= _MOST_LABELS):
+            raise ValueError(f"`num_labels` must be None or an integer in [0, {_MOST_LABELS}], got {labels!r}.")
+        for name, value in (("rope_parameters", self.rope_parameters), ("rope_scaling", kwargs.get("rope_scaling"))):
+            if value is not None and not isinstance(value, dict):
+                raise ValueError(f"`{name}` must be None or a dict, got {value!r}.")
+        if not isinstance(kwargs.get("model_type", self.model_type), str):
+            raise ValueError(f"`model_type` must be a string, got {kwargs['model_type']!r}.")
+        if self.dtype is not None and str(self.dtype).removeprefix("torch.") not in _DTYPES:
+            raise ValueError(f"`dtype` must be None or one of {list(_DTYPES)}, got {self.dtype!r}.")
 
     def _check_fields(self):
         for name in _COUNTS:

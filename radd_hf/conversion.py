@@ -1,145 +1,203 @@
 # Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
-"""Checkpoints of the original RADD code base as folders for from_pretrained.
+"""Checkpoints of the public code bases (RADD, MDLM, SEDD) as folders for from_pretrained, and RADD's way back.
 
-    python -m radd_hf.conversion SOURCE OUT_DIR
+    python -m radd_hf.conversion SOURCE OUT_DIR [--push REPO]
 
-The network is the same function: weights are renamed, and the fused attention projection is split into three.
+The network is the same function: see conversion_original.py,
+conversion_mdlm.py and conversion_sedd.py.
 """
 
 import argparse
+import copy
 import json
 import os
 import shutil
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
-from numbers import Real
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import huggingface_hub
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from . import conversion_mdlm, conversion_original, conversion_sedd
 from .attention_radd import RADDRotaryEmbedding
-from .configuration_radd import RADDConfig
+from .conversion_card import conversion_card
+from .conversion_files import (
+    CONFIG_FILE,
+    ROTARY_KEY,
+    WEIGHTS_FILE,
+    OriginalCheckpoint,
+    first_line,
+    key_problems,
+    open_checkpoint,
+    value_problems,
+)
+from .conversion_original import convert_config, convert_weights, key_map, original_config, original_weights
 from .modeling_radd import RADDForMaskedDiffusion
-
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-
-# Names of the original's config.json, and ours.
-NOISE_NAMES = {"loglinear": "log_linear", "geometric": "geometric"}
-LOSS_NAMES = {"t_DSE": "dse", "DSE": "dse", "t_DCE": "t_dce", "lambda_DCE": "lambda_dce", "k_DCE": "ao"}
-LOG_LINEAR_EPS = 1e-3  # a constant of the original's log-linear noise, not written in its config
-
-# Original key -> our keys. Several: equal parts of the original along its first dimension, in this order.
-_TRUNK_KEYS = {
-    "vocab_embed.embedding": ("model.embed_tokens.weight",),
-    "output_layer.norm_final.weight": ("model.norm.weight",),
-    "output_layer.norm_final.bias": ("model.norm.bias",),
-    "output_layer.linear.weight": ("lm_head.weight",),
-    "output_layer.linear.bias": ("lm_head.bias",),
-}
-_BLOCK_KEYS = {
-    "norm1.weight": ("attn_norm.weight",),
-    "norm1.bias": ("attn_norm.bias",),
-    "attn_qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    "attn_out.weight": ("self_attn.o_proj.weight",),
-    "norm2.weight": ("mlp_norm.weight",),
-    "norm2.bias": ("mlp_norm.bias",),
-    "mlp.0.weight": ("mlp.up_proj.weight",),
-    "mlp.0.bias": ("mlp.up_proj.bias",),
-    "mlp.2.weight": ("mlp.down_proj.weight",),
-    "mlp.2.bias": ("mlp.down_proj.bias",),
-}
-# A buffer of the original, which follows from the config: compared, then dropped.
-_ROTARY_KEY = "rotary_emb.inv_freq"
+from .tokenization import GPT2, GPT2_TOKENS, add_mask_token, load_tokenizer
 
 
-def key_map(num_layers: int) -> dict[str, tuple[str, ...]]:
-    """Each weight of the original by name, and the weights of ours that it holds, stacked along dimension 0."""
-    names = dict(_TRUNK_KEYS)
-    for i in range(num_layers):
-        for old, new in _BLOCK_KEYS.items():
-            names[f"blocks.{i}.{old}"] = tuple(f"model.layers.{i}.{part}" for part in new)
-    return names
-
-
-def convert_config(original: Mapping) -> RADDConfig:
+def convert_original_checkpoint(
+    source: str | os.PathLike,
+    out_dir: str | os.PathLike,
+    *,
+    ema: bool = True,
+    tokenizer: PreTrainedTokenizerBase | str | os.PathLike | None = None,
+    model_name: str | None = None,
+) -> Path:
     """
-    The original's config.json as a RADDConfig.
+    Convert a checkpoint of a public code base. All or nothing: `out_dir` appears when it is complete.
 
     Args:
-        original (`Mapping`): `tokens` (clean tokens; the mask token's id is that number), `model`, `noise` and
-            `training`. A config without `training.loss_type` gives `training_loss=None`.
-
-    Raises:
-        ValueError: A field that is absent, of the wrong kind, or a noise or loss that the original does not have.
-    """
-    tokens = _number(original, "tokens", whole=True)
-    noise = _name(_get(original, "noise.type"), "noise.type", NOISE_NAMES)
-    noise_fields = {"noise_eps": LOG_LINEAR_EPS}
-    if noise == "geometric":
-        noise_fields = {f"noise_{name}": _number(original, f"noise.{name}") for name in ("sigma_min", "sigma_max")}
-    training = original.get("training")
-    loss = training.get("loss_type") if isinstance(training, Mapping) else None
-    return RADDConfig(
-        vocab_size=tokens + 1,
-        mask_token_id=tokens,
-        hidden_size=_number(original, "model.hidden_size", whole=True),
-        num_hidden_layers=_number(original, "model.n_blocks", whole=True),
-        num_attention_heads=_number(original, "model.n_heads", whole=True),
-        max_position_embeddings=_number(original, "model.length", whole=True),
-        hidden_dropout=_number(original, "model.dropout"),
-        noise_schedule=noise,
-        training_loss=None if loss is None else _name(loss, "training.loss_type", LOSS_NAMES),
-        **noise_fields,
-    )
-
-
-def convert_weights(
-    original: Mapping[str, torch.Tensor], names: Mapping[str, tuple[str, ...]]
-) -> dict[str, torch.Tensor]:
-    """Weights under our names, in the original's dtype; `names` as from `key_map`."""
-    weights = {}
-    for old, new in names.items():
-        weights.update(zip(new, original[old].chunk(len(new)), strict=True))
-    return weights
-
-
-def key_problems(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
-    """How weights of the shapes `found` differ from those of the shapes `expected`, by kind; empty if they do not."""
-    shapes = [
-        f"{key}: {tuple(found[key])} instead of {tuple(expected[key])}"
-        for key in sorted(expected.keys() & found.keys())
-        if tuple(found[key]) != tuple(expected[key])
-    ]
-    problems = {
-        "missing keys": sorted(expected.keys() - found.keys()),
-        "mis-shaped keys": shapes,
-        "unexpected keys": sorted(found.keys() - expected.keys()),
-    }
-    return {kind: keys for kind, keys in problems.items() if keys}
-
-
-def convert_original_checkpoint(source: str | os.PathLike, out_dir: str | os.PathLike) -> Path:
-    """
-    Convert a checkpoint in the original code base's Hub format. All or nothing: `out_dir` appears when it is complete.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder with config.json and model.safetensors, or, where no such folder
-            exists, a Hub repository such as "JingyangOu/radd-lambda-dce".
+        source (`str` or `os.PathLike`): Folder in the Hub's layout (config.json, and model.safetensors or
+            pytorch_model.bin) or of a training run (.hydra/config.yaml, checkpoints-meta/checkpoint.pth); or, where no
+            such folder exists, a Hub repository such as "JingyangOu/radd-lambda-dce" or "kuleshov-group/mdlm-owt".
         out_dir (`str` or `os.PathLike`): New or empty folder: weights in the original's dtype, config.json with the
-            noise schedule and the training loss, generation_config.json and the code files.
+            noise schedule and the training loss, generation_config.json, the code files, README.md and, where one can
+            be had, the tokenizer with its mask token.
+        ema (`bool`, *optional*, defaults to `True`): From a training run, take the averaged weights; `False`: the raw.
+        tokenizer (`PreTrainedTokenizerBase`, `str` or `os.PathLike`, *optional*): The original's tokenizer, or where
+            it is; a mask token is added to it if it has none. By default a model of GPT-2's vocabulary gets GPT-2's,
+            from the Hub or its cache, with a warning where it cannot be had; another model gets none.
+        model_name (`str`, *optional*): Name on the card, such as the Hub repository to be; defaults to the source's.
 
     Returns:
-        `Path`: `out_dir`, for `RADDForMaskedDiffusion.from_pretrained`.
+        `Path`: `out_dir`, for `from_pretrained`.
 
     Raises:
         ValueError: `source` is neither folder nor repository, or does not hold exactly the weights that its config
-            describes (every missing, unexpected and mis-shaped key is listed), or `out_dir` is in use.
+            describes (every missing, unexpected and mis-shaped key is listed, and every one with NaN), or cannot be
+            expressed as a RADD network, `tokenizer` does not fit it, or `out_dir` is in use.
     """
     if not isinstance(source, (str, os.PathLike)):
         raise ValueError(f"`source` must be a path or a Hub repository, got {source!r}.")
+    out_dir = _new_folder(out_dir)
+    checkpoint = open_checkpoint(source, ema)
+    model = _build(checkpoint)
+    tokenizer = _tokenizer_for(model.config, tokenizer)
+    shown = Path(source).resolve().name if Path(source).is_dir() else str(source)  # no path of this machine
+    card = conversion_card(
+        model,
+        name=shown.rpartition("/")[2] if model_name is None else model_name,
+        source=shown,
+        family=_family(checkpoint).NAME,
+        from_ema=checkpoint.from_ema,
+        has_tokenizer=tokenizer is not None,
+    )
+
+    def save(folder: Path):
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        card.save(folder / "README.md")
+
+    _write(out_dir, save)
+    return out_dir
+
+
+def load_original_checkpoint(source: str | os.PathLike, *, ema: bool = True) -> PreTrainedModel:
+    """The model of `convert_original_checkpoint`, in memory and in evaluation mode."""
+    return _build(open_checkpoint(source, ema)).eval()
+
+
+def _build(checkpoint: OriginalCheckpoint) -> PreTrainedModel:
+    family = _family(checkpoint)
+    config = family.convert_config(checkpoint.config)
+    original = _checked_weights(checkpoint, family, config)
+    with torch.device("meta"):  # shapes only: no memory, no random numbers
+        model = family.MODEL(config)
+    model.load_state_dict(family.converted(config, original), assign=True)
+    model.model.rotary_emb = RADDRotaryEmbedding(config)  # its buffers are not in a state dict
+    return model
+
+
+def _tokenizer_for(
+    config, tokenizer: PreTrainedTokenizerBase | str | os.PathLike | None
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer with its mask token, checked to be the config's; `None` where none can be had."""
+    if tokenizer is None:
+        if config.vocab_size != GPT2_TOKENS + 1:
+            return None
+        try:
+            tokenizer = load_tokenizer(GPT2)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"No tokenizer is written: {GPT2} cannot be had ({first_line(error)}).", stacklevel=3)
+            return None
+    elif not isinstance(tokenizer, PreTrainedTokenizerBase):
+        try:
+            tokenizer = load_tokenizer(tokenizer)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"`tokenizer` must be one, or its folder or Hub name, got {str(tokenizer)!r}: {first_line(error)}"
+            ) from error
+    return add_mask_token(copy.deepcopy(tokenizer), config=config)
+
+
+def export_original_checkpoint(model: RADDForMaskedDiffusion | str | os.PathLike, out_dir: str | os.PathLike) -> Path:
+    """
+    The way back: a RADD model in the original's Hub layout, config.json and model.safetensors.
+
+    Args:
+        model (`RADDForMaskedDiffusion`, `str` or `os.PathLike`): The model, or where `from_pretrained` finds it.
+        out_dir (`str` or `os.PathLike`): New or empty folder.
+
+    Raises:
+        ValueError: The original code cannot express the config, or `out_dir` is in use.
+    """
+    out_dir = _new_folder(out_dir)
+    if not isinstance(model, RADDForMaskedDiffusion):
+        model = RADDForMaskedDiffusion.from_pretrained(model)
+    config = original_config(model.config)
+    weights = original_weights(model.state_dict(), key_map(model.config.num_hidden_layers), model.config)
+
+    def save(folder: Path):
+        folder.mkdir(parents=True)
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file({key: weight.contiguous() for key, weight in weights.items()}, folder / WEIGHTS_FILE)
+
+    _write(out_dir, save)
+    return out_dir
+
+
+def _family(checkpoint: OriginalCheckpoint) -> ModuleType:
+    """The module that knows this kind of checkpoint."""
+    if checkpoint.config.has("model_type") and checkpoint.config.get("model_type") == "mdlm":
+        return conversion_mdlm
+    if any("adaLN" in key or key.startswith("sigma_map.") for key in checkpoint.shapes):
+        return conversion_sedd
+    return conversion_original
+
+
+def _checked_weights(checkpoint: OriginalCheckpoint, family: ModuleType, config) -> dict[str, torch.Tensor]:
+    """The original's weights; the header is checked against the config before anything is read."""
+    if config.num_hidden_layers > len(checkpoint.shapes):  # no list of a billion missing keys
+        raise ValueError(
+            f"`source` must hold the weights of {config.num_hidden_layers} blocks, as its config says, got "
+            f"{len(checkpoint.shapes)} weights in {str(checkpoint.path)!r}."
+        )
+    expected = family.expected_shapes(config, checkpoint.config)
+    if ROTARY_KEY in checkpoint.shapes:
+        expected[ROTARY_KEY] = (config.head_dim // 2,)
+    problems, original = key_problems(checkpoint.shapes, expected), {}
+    if not problems:
+        original = checkpoint.read()
+        problems = value_problems(original, conversion_original.rotary_frequencies(config))
+    if problems:
+        listed = "; ".join(f"{kind}: {keys}" for kind, keys in problems.items())
+        raise ValueError(
+            f"`source` must hold exactly the weights its {checkpoint.config.file} describes, got "
+            f"{str(checkpoint.path)!r} with {listed}."
+        )
+    return original
+
+
+def _new_folder(out_dir: str | os.PathLike) -> Path:
+    """`out_dir` as an absolute path, checked to be new or empty."""
     if not isinstance(out_dir, (str, os.PathLike)):
         raise ValueError(f"`out_dir` must be a path, got {out_dir!r}.")
     out_dir = Path(out_dir).resolve()  # a link to an empty folder is filled, not replaced
@@ -147,129 +205,55 @@ def convert_original_checkpoint(source: str | os.PathLike, out_dir: str | os.Pat
         raise ValueError(f"`out_dir` must be a new or an empty folder, got {str(out_dir)!r}, which is below a file.")
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise ValueError(f"`out_dir` must be a new or an empty folder, got {str(out_dir)!r}, which is not.")
-    folder = _find_source(source)
-    config = convert_config(_read_config(folder / CONFIG_FILE))
-    with torch.device("meta"):  # shapes only: no memory, no random numbers
-        model = RADDForMaskedDiffusion(config)
-    names = key_map(config.num_hidden_layers)
-    original = _read_weights(folder / WEIGHTS_FILE, names, config, model.state_dict())
-    model.load_state_dict(convert_weights(original, names), assign=True)
-    _write(model, out_dir)
     return out_dir
 
 
-def _find_source(source: str | os.PathLike) -> Path:
-    """The local folder of `source`, downloaded if it is a Hub repository's name."""
-    folder = Path(source)
-    if not folder.is_dir():
-        expected = f"`source` must be a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or a Hub repository"
-        if folder.exists() or not isinstance(source, str):
-            raise ValueError(f"{expected}, got {str(source)!r}, which is no folder.")
-        try:
-            folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
-        except (OSError, ValueError) as error:  # what the Hub client raises for bad names, absent ones, no network
-            raise ValueError(
-                f"{expected}, got {source!r}: no such folder here, and the Hub says: {type(error).__name__}: {error}"
-            ) from error
-    absent = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
-    if absent:
-        raise ValueError(f"`source` must hold {CONFIG_FILE} and {WEIGHTS_FILE}, got {str(source)!r} without {absent}.")
-    return folder
-
-
-def _read_config(path: Path) -> Mapping:
-    try:
-        original = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"`source` must hold valid JSON in {CONFIG_FILE}, got {str(path)!r}: {error}") from error
-    if not isinstance(original, Mapping):
-        raise ValueError(f"`source` must hold a JSON object in {CONFIG_FILE}, got {type(original).__name__}.")
-    return original
-
-
-def _read_weights(
-    path: Path, names: Mapping[str, tuple[str, ...]], config: RADDConfig, own: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The original's weights by its names; the header is checked against our shapes `own` before anything is read."""
-    expected = {}
-    for old, new in names.items():
-        rows, *rest = own[new[0]].shape
-        expected[old] = (len(new) * rows, *rest)
-    rotary = RADDRotaryEmbedding.compute_default_rope_parameters(config)[0]
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
-            if _ROTARY_KEY in found:
-                expected[_ROTARY_KEY] = tuple(rotary.shape)
-            problems = key_problems(found, expected)
-            original = {} if problems else {key: file.get_tensor(key) for key in expected}
-    except SafetensorError as error:
-        raise ValueError(f"`source` must hold a whole {WEIGHTS_FILE}, got {str(path)!r}: {error}") from error
-    if not problems:
-        problems = _value_problems(original, rotary)
-    if problems:
-        listed = "; ".join(f"{kind}: {keys}" for kind, keys in problems.items())
-        raise ValueError(
-            f"`source` must hold exactly the weights its {CONFIG_FILE} describes, got {str(path)!r} with {listed}."
-        )
-    return original
-
-
-def _value_problems(original: Mapping[str, torch.Tensor], rotary: torch.Tensor) -> dict[str, list[str]]:
-    """Weights of the right shape that cannot be used: whole numbers, or rotary frequencies other than ours."""
-    problems = {}
-    whole = [f"{key}: {weight.dtype}" for key, weight in original.items() if not weight.is_floating_point()]
-    if whole:
-        problems["keys that are not floating-point"] = sorted(whole)
-    found = original.get(_ROTARY_KEY)
-    if found is not None and not torch.allclose(found.float(), rotary, rtol=1e-5, atol=0.0):
-        problems["rotary frequencies"] = [f"{_ROTARY_KEY}: {found.tolist()} instead of {rotary.tolist()}"]
-    return problems
-
-
-def _write(model: RADDForMaskedDiffusion, out_dir: Path):
+def _write(out_dir: Path, save: Callable[[Path], object]):
     """Save beside `out_dir`, then rename: whatever fails, nothing half-written stays."""
     partial = out_dir.with_name(f".{out_dir.name}.{uuid.uuid4().hex}")
     try:
-        model.save_pretrained(partial)
+        save(partial)
         os.replace(partial, out_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _get(original: Mapping, path: str) -> object:
-    value = original
-    for name in path.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            raise ValueError(f"`source` must have `{path}` in its {CONFIG_FILE}, got {json.dumps(original)}.")
-        value = value[name]
-    return value
-
-
-def _number(original: Mapping, path: str, whole: bool = False) -> int | float:
-    value = _get(original, path)
-    if isinstance(value, bool) or not isinstance(value, int if whole else Real) or (whole and value < 1):
-        kind = "a positive integer" if whole else "a number"
-        raise ValueError(f"`{path}` in `source`'s {CONFIG_FILE} must be {kind}, got {value!r}.")
-    return value
-
-
-def _name(value: object, path: str, names: Mapping[str, str]) -> str:
-    if not isinstance(value, str) or value not in names:
-        raise ValueError(f"`{path}` in `source`'s {CONFIG_FILE} must be one of {list(names)}, got {value!r}.")
-    return names[value]
+def push_folder(folder: str | os.PathLike, repo_id: str) -> str:
+    """Upload `folder` to the Hub repository `repo_id`, made if it is not there, in one commit; returns its address."""
+    api = huggingface_hub.HfApi()
+    url = api.create_repo(repo_id, exist_ok=True)
+    api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Converted with radd_hf")
+    return str(url)
 
 
 def main(arguments: Sequence[str] | None = None):
     """The command line: writes the converted folder's path to standard output."""
     parser = argparse.ArgumentParser(
-        prog="python -m radd_hf.conversion", description="Convert an original RADD checkpoint for from_pretrained."
+        prog="python -m radd_hf.conversion",
+        description="Convert a checkpoint of the public RADD, MDLM or SEDD code for from_pretrained.",
     )
-    parser.add_argument("source", help=f"folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or a Hub repository")
+    parser.add_argument("source", help="folder of a checkpoint or of a training run, or a Hub repository")
     parser.add_argument("out_dir", help="new or empty folder")
+    parser.add_argument("--raw", action="store_true", help="from a training run, the raw weights, not their average")
+    parser.add_argument("--tokenizer", help="folder or Hub name of the original's tokenizer; GPT-2's by default")
+    parser.add_argument(
+        "--to-original", action="store_true", help="the way back: from our format to the original RADD's"
+    )
+    parser.add_argument("--push", metavar="REPO", help="then upload the folder to this Hub repository")
     options = parser.parse_args(arguments)
     try:
-        out_dir = convert_original_checkpoint(options.source, options.out_dir)
+        if options.to_original:
+            out_dir = export_original_checkpoint(options.source, options.out_dir)
+        else:
+            out_dir = convert_original_checkpoint(
+                options.source,
+                options.out_dir,
+                ema=not options.raw,
+                tokenizer=options.tokenizer,
+                model_name=options.push,
+            )
+        if options.push is not None:
+            sys.stderr.write(f"{push_folder(out_dir, options.push)}\n")
     except (OSError, ValueError) as error:
         parser.exit(1, f"error: {error}\n")
     sys.stdout.write(f"{out_dir}\n")
@@ -278,4 +262,14 @@ def main(arguments: Sequence[str] | None = None):
 if __name__ == "__main__":
     main()
 
-__all__ = ["convert_config", "convert_original_checkpoint", "convert_weights", "key_map", "key_problems", "main"]
+__all__ = [
+    "convert_config",
+    "convert_original_checkpoint",
+    "convert_weights",
+    "export_original_checkpoint",
+    "key_map",
+    "key_problems",
+    "load_original_checkpoint",
+    "main",
+    "push_folder",
+]

@@ -137,11 +137,7 @@ class DiffusionGenerationMixin:
             warnings.warn("No mask token in `input_ids`: nothing to fill, it is returned as it came.", stacklevel=3)
         # 3. plan
         generators = row_generators(len(canvas), seed, generator, self.device)
-        block = block_index(free, attention_mask, options.block_length)
-        if options.algorithm in ADAPTIVE_ALGORITHMS:
-            plan = AdaptiveReveals(free, options, block)
-        else:
-            plan = draw_reveal_plan(free, options, get_noise_schedule(self.config), generators, order, block)
+        plan = self._draw_plan(free, attention_mask, options, generators, order)
         # 4. loop
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
             raise ValueError(f"`streamer` must be a BaseStreamer or None, got {streamer!r}.")
@@ -176,6 +172,20 @@ class DiffusionGenerationMixin:
     def generate(self, *args, **kwargs) -> RADDGenerationOutput | torch.LongTensor:
         """`diffusion_generate`: a bidirectional model has no other way to generate."""
         return self.diffusion_generate(*args, **kwargs)
+
+    def _draw_plan(
+        self,
+        free: torch.BoolTensor,
+        attention_mask: torch.Tensor | None,
+        options: RADDGenerationConfig,
+        generators: list[torch.Generator],
+        order: torch.LongTensor | None,
+    ) -> RevealPlan | AdaptiveReveals:
+        """Which positions each pass reveals, drawn now or decided pass by pass."""
+        block = block_index(free, attention_mask, options.block_length)
+        if options.algorithm in ADAPTIVE_ALGORITHMS:
+            return AdaptiveReveals(free, options, block)
+        return draw_reveal_plan(free, options, get_noise_schedule(self.config), generators, order, block)
 
     def _run_plan(
         self,

@@ -24,6 +24,7 @@ from .configuration_radd import RADDConfig
 from .generation_config_radd import RADDGenerationConfig
 from .generation_radd import DiffusionGenerationMixin
 from .linear_cross_entropy_radd import is_plain_linear, linear_cross_entropy
+from .loading_radd import check_saved_weights, damaged, misfit
 from .noise_schedule_radd import get_noise_schedule
 
 if TYPE_CHECKING:  # never run: makes save_pretrained ship the pipeline's file beside the weights
@@ -89,6 +90,12 @@ class RADDPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": RADDLayer, "attentions": RADDAttention}
+    _hub_classes = {
+        "AutoConfig": "configuration_radd.RADDConfig",
+        "AutoModel": "modeling_radd.RADDForMaskedDiffusion",
+        "AutoModelForMaskedLM": "modeling_radd.RADDForMaskedDiffusion",
+    }
+    _hub_pipelines = {"radd-infilling": {"impl": "pipeline_radd.InfillingPipeline", "pt": ["AutoModelForMaskedLM"]}}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -109,43 +116,33 @@ class RADDPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: Lists the missing, unexpected and mis-shaped keys; or a weights file is damaged.
         """
+        if kwargs.get("weights_only") is False:
+            raise ValueError("`weights_only` must be True: no code of a checkpoint is run, got False.")
         wants_info = kwargs.pop("output_loading_info", False)
         if strict:
             kwargs["ignore_mismatched_sizes"] = True  # so that all of them can be listed at once
+            check_saved_weights(cls, pretrained_model_name_or_path, kwargs)
+            if pretrained_model_name_or_path is not None and kwargs.get("gguf_file") is None:
+                kwargs.setdefault("use_safetensors", True)  # whose header was checked; a pickle has none
+            kwargs.pop("force_download", None)  # done by the check
         try:
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
             )
         except SafetensorError as error:
-            raise ValueError(
-                f"The weights of {pretrained_model_name_or_path!r} must be whole safetensors files, got: {error}."
-            ) from error
+            raise damaged(pretrained_model_name_or_path, error) from error
         layers = (f"{cls.base_model_prefix}.layers.", "layers.")  # blocks that the config does not have
-        if strict and (
-            info["missing_keys"]
-            or info["mismatched_keys"]
-            or any(k.startswith(layers) for k in info["unexpected_keys"])
-        ):
-            shapes = [f"{key}: {tuple(found)} instead of {tuple(own)}" for key, found, own in info["mismatched_keys"]]
-            raise ValueError(
-                f"The checkpoint {pretrained_model_name_or_path!r} does not fit {cls.__name__}; "
-                f"missing keys: {sorted(info['missing_keys'])}; mis-shaped keys: {sorted(shapes)}; "
-                f"unexpected keys: {sorted(info['unexpected_keys'])}. Pass strict=False to load what fits."
-            )
+        missing, misshaped, unexpected = (info[f"{kind}_keys"] for kind in ("missing", "mismatched", "unexpected"))
+        if strict and (missing or misshaped or any(key.startswith(layers) for key in unexpected)):
+            raise misfit(cls, pretrained_model_name_or_path, missing, misshaped, unexpected)
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """`PreTrainedModel.save_pretrained`, with the code files and the entries the Auto classes need."""
         if self._auto_class is not None:
-            head = "modeling_radd.RADDForMaskedDiffusion"
-            self.config.auto_map = {
-                "AutoConfig": "configuration_radd.RADDConfig",
-                "AutoModel": head,
-                "AutoModelForMaskedLM": head,
-            }
-            self.config.custom_pipelines = {
-                "radd-infilling": {"impl": "pipeline_radd.InfillingPipeline", "pt": ["AutoModelForMaskedLM"]}
-            }
+            self.config.auto_map = dict(self._hub_classes)
+            if self._hub_pipelines:
+                self.config.custom_pipelines = dict(self._hub_pipelines)
         super().save_pretrained(save_directory, *args, **kwargs)
 
 

@@ -36,6 +36,7 @@ SHIPPED = {
     "generation_config_radd.py",
     "generation_radd.py",
     "linear_cross_entropy_radd.py",
+    "loading_radd.py",
     "modeling_radd.py",
     "noise_schedule_radd.py",
     "reveal_plan_radd.py",

@@ -12,6 +12,11 @@ import jinja2
 import jinja2.meta
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from radd_hf import RADDConfig, RADDForMaskedDiffusion, conversion
+from radd_hf.conversion import export_original_checkpoint
 
 FOLDER = Path(__file__).parents[1] / "model_cards"
 
@@ -75,7 +80,7 @@ IMPORTS = {
         *("estimate_likelihood", "expected_nfe"),
     },
     "radd_hf.conversion": {"convert_original_checkpoint"},
-    "transformers": {"AddedToken", "AutoTokenizer", "pipeline"},
+    "transformers": {"AutoTokenizer", "pipeline"},
 }
 MODULES = {"torch", "radd_hf"}
 ATTRIBUTES = {
@@ -263,6 +268,43 @@ def test_snippets_use_the_public_interface_only(name: str) -> None:
                 if function == "pipeline":
                     assert ast.literal_eval(node.args[0]) == "radd-infilling"
     assert called >= {*KEYWORDS, "from_pretrained"}
+
+
+def test_snippets_differ_in_names_and_numbers_only() -> None:
+    def plain(name: str) -> list[str]:
+        source = re.search(r'convert_original_checkpoint\("(.*?)"', read(name)).group(1)
+        parameters = r"num_parameters\(\) == \d+"
+        return [re.sub(parameters, "", code.replace(name, "").replace(source, "")) for code in snippets(read(name))]
+
+    assert all(plain(name) == plain("radd-small-lambda-dce") for name in CARDS)
+
+
+def gpt2_sized_tokenizer() -> PreTrainedTokenizerFast:
+    """50,257 tokens as GPT-2 has, its bytes and its end token among them; the others stand for nothing."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, *(f"unused {i}" for i in range(50_256 - len(alphabet))), "<|endoftext|>"]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All five in turn, on a stand-in of the original's format: GPT-2's vocabulary, one narrow block."""
+    name = "radd-small-lambda-dce"
+    monkeypatch.chdir(tmp_path)
+    stand_in = RADDForMaskedDiffusion(RADDConfig(hidden_size=4, num_hidden_layers=1, num_attention_heads=1))
+    export_original_checkpoint(stand_in, "JingyangOu/radd-lambda-dce")
+    monkeypatch.setattr(conversion, "load_tokenizer", lambda source: gpt2_sized_tokenizer())
+    printed: list[str] = []
+    names = {"print": lambda *values: printed.append(" ".join(map(str, values)))}
+    for code in snippets(read(name)):
+        exec(code.replace("162265682", str(stand_in.num_parameters())), names)
+    text, nfe, samples, infilled, nats, perplexity = printed
+    assert text.startswith("The library opens at") and "[MASK]" not in text
+    assert len(ast.literal_eval(samples)) == 2
+    assert "The library opens at" in infilled and "'infills'" in infilled
+    # the output layer of the stand-in is zero: every token costs ln(50257) nats
+    assert float(perplexity.split()[0]) == pytest.approx(50_257, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", CARDS)

@@ -9,7 +9,7 @@ import radd_hf
 NAMES = """
 RADDConfig RADDModel RADDForMaskedDiffusion RADDGenerationConfig RADDGenerationOutput NoiseSchedule LogLinearNoise
 GeometricNoise CosineNoise get_noise_schedule diffusion_loss RADDTrainer RADDTrainingArguments InfillingPipeline
-estimate_likelihood expected_nfe diffusion_generate
+estimate_likelihood expected_nfe diffusion_generate SEDDConfig SEDDForMaskedDiffusion add_mask_token
 """.split()
 
 
