@@ -40,6 +40,8 @@ extras = {
     # these two are asked for by name.
     "train-cuda": ["peft>=0.18", "tensorboard>=2.15", "liger-kernel>=0.6"],
     "flash": ["flash-attn>=2.6"],
+    "harness": ["lm-eval>=0.4.13"],  # radd_hf.lm_eval
+    "mauve": ["mauve-text>=0.4"],  # radd_hf.metrics.mauve_score
 }
 # Everything the tests, the examples and the lint need on a CPU.
 extras["test"] = [

@@ -35,7 +35,7 @@ def distinct_n(samples: Sequence[Sequence[Hashable]], n: int) -> float:
 
 
 def repetition_rate(samples: Sequence[Sequence[Hashable]], n: int = 4) -> float:
-    """Mean over samples of the share of a sample's n-grams that it had before: 0 where none comes twice; NaN without."""
+    """Mean over samples of the share of a sample's n-grams it had before: 0 where none comes twice; NaN without."""
     rates = []
     for sample in _not_empty(samples):
         grams = _ngrams(sample, n)

@@ -220,6 +220,8 @@ class TestWheel:
             "train-cuda": {"peft", "tensorboard", "liger-kernel"},
             "plot": {"matplotlib"},
             "flash": {"flash-attn"},
+            "harness": {"lm-eval"},
+            "mauve": {"mauve-text"},
         }
         assert set.union(*(extras[name] for name in ("data", "eval", "train", "plot"))) < test
         assert not test & {"liger-kernel", "flash-attn"}, "the tests must install where there is no GPU"

@@ -190,7 +190,9 @@ def test_two_processes_equal_one_and_a_run_repeats_itself(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert output.is_file(), done.stderr  # gloo may abort at exit, after the work is done
     two = json.loads(output.read_text(encoding="utf-8"))["results"]["text"]
-    assert "nats per token" in done.stdout and two["settings"]["processes"] == 2
+    for part in ("nats per token", "2,560 tokens", "per word", "per byte", "split", "detokenized", "last block: drop"):
+        assert part in done.stdout
+    assert two["settings"]["processes"] == 2
     model = RADDForMaskedDiffusion.from_pretrained(CHECKPOINT)
     for given in (arguments.split(), ["--repeat", str(output)]):
         args = script.parse(given)
