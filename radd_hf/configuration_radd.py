@@ -86,10 +86,7 @@ class RADDConfig(PreTrainedConfig):
         if not __name__.startswith("transformers_modules"):
             kwargs.pop("custom_pipelines", None)
         self._check_kinds(kwargs)
-        try:
-            super().__post_init__(**kwargs)
-        except (TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:
-            raise ValueError(f"A field of the config must have the kind it is for, got {error!r}.") from error
+        super().__post_init__(**kwargs)
         if self.intermediate_size is None and is_int(self.hidden_size):
             self.intermediate_size = 4 * self.hidden_size
         if self.mask_token_id is None and is_int(self.vocab_size):

@@ -47,7 +47,7 @@ def check_saved_weights(cls: type[PreTrainedModel], source: str | os.PathLike, o
         _check_json(cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub))
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig):
-        config = cls.config_class.from_pretrained(config or source, **{**options, "return_unused_kwargs": True})[0]
+        config = _read_config(cls, config or source, options)
     if getattr(config, "transformers_weights", None) is not None:
         raise ValueError(
             f"The config of {str(source)!r} must not name a weights file, got {config.transformers_weights!r}."
@@ -83,6 +83,16 @@ def check_saved_weights(cls: type[PreTrainedModel], source: str | os.PathLike, o
         shapes.pop(found, None)
     if missing or misshaped:
         raise misfit(cls, source, missing, misshaped, shapes)
+
+
+def _read_config(cls: type[PreTrainedModel], source: str | os.PathLike, options: Mapping) -> PreTrainedConfig:
+    """The config that `from_pretrained` will use; a malformed one is a ValueError."""
+    try:
+        return cls.config_class.from_pretrained(source, **{**options, "return_unused_kwargs": True})[0]
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # whatever transformers stumbles over, which differs from version to version
+        raise ValueError(f"The config of {str(source)!r} must be a model config, got {error!r}.") from error
 
 
 def _check_json(file: str | None):
