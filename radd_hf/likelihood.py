@@ -92,7 +92,8 @@ def run_rows(model: nn.Module, requests: list[RowRequest], mask_token_id: int, b
         real = torch.arange(width) < length[rows, None]
         attention_mask = None if bool(real.all()) else real.long().to(device)
         values = torch.zeros(asked.shape, dtype=torch.float64)
-        values[asked] = masked_token_nll(model, clean, noisy, asked.to(device), attention_mask).double().cpu()
+        nll = masked_token_nll(model, clean, noisy, asked.to(device), attention_mask, mask_token_id=mask_token_id)
+        values[asked] = nll.double().cpu()
         results[rows, :width] = values
     return [part[:, :size] for part, size in zip(results.split(num_rows), lengths, strict=True)]
 
