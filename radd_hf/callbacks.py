@@ -1,6 +1,8 @@
 # Copyright 2026 The radd_hf authors. Licensed under the Apache License, Version 2.0.
-"""What runs beside training: the exponential moving average of the weights, and each process's own dropout."""
+"""What runs beside training: the moving average of the weights, each process's own dropout, an orderly end."""
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +104,43 @@ class DropoutSeedCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if args.world_size > 1:  # a resumed run then reads the state that its process has saved
             torch.manual_seed(mix_seed(args.seed, "dropout", args.process_index))
+
+
+class StopOnSigtermCallback(TrainerCallback):
+    """
+    SIGTERM ends training after the step at hand, with a checkpoint; the process then exits with status 143.
+
+    Args:
+        trainer (`Trainer`): Its processes agree on the step.
+    """
+
+    def __init__(self, trainer):
+        self.trainer, self.received, self.stopped = trainer, False, False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen inside the block (of the main thread) and exit at its end if training was stopped."""
+        if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+            yield
+            return
+        self.received = self.stopped = False
+        previous = signal.signal(signal.SIGTERM, self._receive)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+        if self.stopped:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        received = self.received
+        if args.world_size > 1:  # one that saves alone would wait for the others forever
+            received = bool(self.trainer.accelerator.gather(torch.tensor([received], device=args.device)).any())
+        if received:
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def _receive(self, number: int, frame):
+        self.received = True
 
 
 def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -4,17 +4,19 @@
 import copy
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import ProgressCallback, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 
-from .callbacks import DropoutSeedCallback, EMACallback
+from .callbacks import DropoutSeedCallback, EMACallback, StopOnSigtermCallback
 from .data import MaskedDiffusionCollator, check_tokenizer, document_attention_mask
 from .evaluation import perplexity
 from .forward_process import GlobalBatchNoise
@@ -67,6 +69,8 @@ class RADDTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the whole global batch: nothing else must
         self._record_loss(self.model)
         self.add_callback(DropoutSeedCallback())
+        self.sigterm = StopOnSigtermCallback(self)
+        self.add_callback(self.sigterm)
         device = "cpu" if self.args.ema_on_cpu else None
         self.ema = EMACallback(self.model, self.args.ema_decay, device) if self.args.ema_decay else None
         if self.ema is not None:
@@ -97,6 +101,8 @@ class RADDTrainer(Trainer):
         else:
             divisor = num_items_in_batch / self.args.world_size  # gradients are averaged over the processes
         loss = terms.loss.sum() / torch.as_tensor(divisor).clamp(min=1 / self.args.world_size).to(terms.loss)
+        if model.training and not bool(loss.isfinite()):
+            self._raise_not_finite(terms, inputs)
         return (loss, terms) if return_outputs else loss
 
     def get_batch_samples(
@@ -124,10 +130,19 @@ class RADDTrainer(Trainer):
         return (loss, None, None) if prediction_loss_only else (loss, nll, terms.length)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """`Trainer.train`; `True` resumes from the last checkpoint that was written to its end."""
+        """
+        `Trainer.train`; `True` resumes from the last checkpoint that was written to its end.
+
+        SIGTERM ends it with a checkpoint and `SystemExit` (status 143).
+
+        Raises:
+            ValueError: A loss that is not finite; the message names the step and the batch.
+            OSError: A checkpoint cannot be written: earlier ones stay, nothing half-written does.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self.sigterm.listening():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, eval_dataset=None, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate` on the averaged weights (if there are any), with the same noise every time."""
@@ -216,11 +231,30 @@ class RADDTrainer(Trainer):
             model.config.training_loss = self.args.loss_type
 
     def _save_checkpoint(self, model: nn.Module, trial):
-        # first: neither an interrupted save nor the rotation at its end may leave weights without their average
-        if self.ema is not None:
-            folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self.ema.save(folder, self.model, write=self.args.should_save)
-        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        existed = folder.exists()
+        try:
+            # first: neither an interrupted save nor the rotation at its end may leave weights without their average
+            if self.ema is not None:
+                self.ema.save(folder, self.model, write=self.args.should_save)
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is each of them, by what writes
+            if not existed and self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise OSError(
+                f"The checkpoint of step {self.state.global_step} could not be written to {str(folder)!r}, earlier "
+                f"ones are as they were: {type(error).__name__}: {error}"
+            ) from error
+
+    def _raise_not_finite(self, terms: DiffusionLossOutput, inputs: dict):
+        """Name the step, the batch and its rows: `max_steps` of it would be lost otherwise."""
+        rows = (~terms.loss.isfinite()).nonzero()[:, 0].tolist()
+        first = inputs["input_ids"][rows[0] if rows else 0].tolist()[:16]
+        raise ValueError(
+            f"The loss must be finite, got {terms.loss.sum().item()} at step {self.state.global_step + 1}, batch "
+            f"{self._micro_step} of {self.args.gradient_accumulation_steps} on process {self.args.process_index}, in "
+            f"its rows {rows}; the first of them begins with the ids {first}."
+        )
 
     def _load_best_model(self):
         super()._load_best_model()

@@ -1,13 +1,16 @@
 """RADDTrainer, its arguments, the moving average and the collator, on a tiny model."""
 
 import math
+import os
+import signal
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
 
 from radd_hf import RADDConfig, RADDForMaskedDiffusion, RADDTrainer, RADDTrainingArguments
 from radd_hf.data import BlockDataset, MaskedDiffusionCollator, character_tokenizer, pack_blocks
@@ -427,3 +430,69 @@ def test_plain_trainer_trains_through_labels(tmp_path: Path):
     trainer.train()
     losses = logged(trainer, "loss")
     assert losses[0] == pytest.approx(math.log(VOCAB - 1), rel=1e-3) and losses[-1] < 1.5
+
+
+# A bad end
+
+
+def test_a_loss_that_is_not_finite_names_step_and_batch(tmp_path: Path):
+    model = tiny_model()
+
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                model.lm_head.bias.data[3] = float("nan")
+
+    args = arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2)
+    trainer = RADDTrainer(model, args, train_dataset=blocks(), callbacks=[Break()])
+    with pytest.raises(ValueError, match=r"The loss must be finite, got nan at step 3, batch 1 of 2 on process 0, in"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_sigterm_saves_and_exits_and_the_run_goes_on_from_there(tmp_path: Path, workers: int):
+    class Terminate(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 100, "ema_decay": 0.5}
+    options["dataloader_num_workers"] = workers
+    straight = RADDTrainer(tiny_model(), arguments(tmp_path / "a", **options), train_dataset=blocks())
+    straight.train()
+    before = signal.getsignal(signal.SIGTERM)
+    args = arguments(tmp_path / "b", **options)
+    with pytest.raises(SystemExit) as exit_of:
+        RADDTrainer(tiny_model(), args, train_dataset=blocks(), callbacks=[Terminate()]).train()
+    assert exit_of.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert [path.name for path in (tmp_path / "b").glob("checkpoint-*")] == ["checkpoint-3"]
+    again = RADDTrainer(tiny_model(), args, train_dataset=blocks())
+    again.train(resume_from_checkpoint=True)
+    for one, other in zip(again.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("writer", ["torch.save", "safetensors"])
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str):
+    args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, save_total_limit=1, ema_decay=0.5)
+    trainer = RADDTrainer(tiny_model(), args, train_dataset=blocks())
+
+    class Full(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 3 and writer == "torch.save":
+                monkeypatch.setattr(torch, "save", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left")))
+            elif state.global_step == 3:
+
+                def save(*args, **kwargs):
+                    raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+                monkeypatch.setattr(trainer.model, "save_pretrained", save)
+
+    trainer.add_callback(Full())
+    with pytest.raises(OSError, match="checkpoint of step 4 could not be written to .*No space left"):
+        trainer.train()
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    again = RADDTrainer(tiny_model(), args, train_dataset=blocks())
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4
