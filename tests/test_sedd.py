@@ -367,6 +367,7 @@ print(model.diffusion_generate(batch_size=1, max_length=6, num_steps=4, seed=0).
 """
 
 
+@pytest.mark.slow
 def test_without_radd_hf_the_saved_code_does_the_same(tmp_path: Path):
     model = make_sedd(vocab_size=9)
     model.save_pretrained(tmp_path / "model")
