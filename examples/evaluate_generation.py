@@ -78,6 +78,9 @@ def draw(reports: list[GenerationReport], steps: list[int], path: str):
         axes[1, column].plot(cost, [r.entropy for r in reports], marker="o", color="tab:green")
         axes[1, column].set(xscale="log", xlabel=name)
         axes[0, column].set(xscale="log")
+        for row in axes[:, column]:  # a tick a point: a logarithmic axis labels too many of its own
+            row.minorticks_off()
+            row.set_xticks(cost, [f"{x:.2g}" for x in cost])
         for x, y, n in zip(cost, quality, steps, strict=True):
             axes[0, column].annotate(str(n), (x, y), textcoords="offset points", xytext=(4, 4))
     axes[0, 0].set_ylabel(f"perplexity under {Path(reports[0].perplexity.judge).name}")
