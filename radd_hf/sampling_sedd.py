@@ -142,6 +142,8 @@ class TimedSampler(DiffusionGenerationMixin):
             raise ValueError("`num_steps` or `times` must be given for a score that changes with time, got neither.")
         if options.remasking is not None:
             raise ValueError(f"`remasking` must be None for an unnormalised score, got {options.remasking!r}.")
+        if options.compile:
+            raise ValueError("`compile` must be False for a score that changes with time, got True.")
         return ScorePlan(self, free, attention_mask, options, generators)
 
     def _reveal_states(

@@ -206,6 +206,7 @@ def test_rows_do_not_depend_on_their_batch_and_given_tokens_stay():
         ({"algorithm": "any_order"}, r"`algorithm` must be one of \['tweedie', 'euler'\] .*, got 'any_order'"),
         ({"algorithm": "confidence"}, r"`algorithm` must be one of \['tweedie', 'euler'\]"),
         ({"num_steps": 4, "remasking": "cap"}, "`remasking` must be None for an unnormalised score, got 'cap'"),
+        ({"num_steps": 4, "compile": True}, "`compile` must be False for a score that changes with time, got True"),
     ],
 )
 def test_samplers_without_time_are_refused(options: dict, message: str):
