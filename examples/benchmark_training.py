@@ -52,7 +52,7 @@ DEFAULTS = {  # the paper's models and, on a GPU, its length
         "repeats": 10,
     },
 }
-WARM_UP = 3  # steps of a GPU or a compiled network, whose second and third shapes are compiled again
+WARM_UP = 5  # steps of a GPU or a compiled network, which is compiled again for some numbers of masks
 PEAK_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0}  # SXM, dense bfloat16: NVIDIA's data sheets
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 COLUMNS = ("model", "compile", "loss_type", "form", "loss", "seconds", "tokens_per_second", "form/ours", "mfu")
