@@ -170,6 +170,57 @@ def test_sampling_benchmark_counts_what_it_times(tmp_path: Path, capsys: pytest.
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
+def test_training_benchmark_compares_one_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """The whole of it on a small network: one value of each loss in three forms, ratios, a JSON with its settings."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    benchmark = load_example("benchmark_training")
+    small = "--num_layers 1 --hidden_size 64 --vocab_size 1001 --length 16 --batch_size 4 --repeats 1".split()
+    results = benchmark.main([*small, "--peak_tflops", "1", "--output", str(tmp_path / "new" / "training.json")])
+    assert [(r["loss_type"], r["form"]) for r in results] == [
+        (loss_type, form)
+        for loss_type in ("lambda_dce", "dse")
+        for form in ("original", "cross_entropy", "ours", "trunk")
+    ]
+    for four in (results[:4], results[4:]):
+        original, cross_entropy, ours, trunk = four
+        assert ours["loss"] > 16 and ours["loss"] != trunk["loss"]
+        for dense in (original, cross_entropy):
+            assert dense["loss"] == pytest.approx(ours["loss"], rel=1e-4)
+            assert dense["form/ours"] == pytest.approx(dense["seconds"] / ours["seconds"])
+            assert dense["ours/form"] == pytest.approx(ours["peak_mib"] / dense["peak_mib"]) and dense["ours/form"] < 1
+            # three tensors of logits; the output layer and its gradient, as large at 64 positions, are no part
+            assert 2.5 < (dense["peak_mib"] - trunk["peak_mib"]) * 2**20 / (64 * 1001 * 4) < 3.5
+        for result in four:
+            assert result["tokens_per_second"] == pytest.approx(64 / result["seconds"])
+        trunk_flops = 3 * 64 * (24 * 64**2 + 4 * 64 * 16)
+        assert trunk["mfu"] == pytest.approx(trunk_flops / trunk["seconds"] / 1e12)
+        scored = (ours["mfu"] * ours["seconds"] * 1e12 - trunk_flops) / (6 * 64 * 1001)
+        assert scored == pytest.approx(round(scored)) and 0 < scored < 64
+    saved = json.loads((tmp_path / "new" / "training.json").read_text(encoding="utf-8"))
+    assert saved["results"] == results and saved["settings"]["batch_size"] == 4
+    assert results[0]["shape"] == "1 x 64, vocabulary 1001"
+    assert len(capsys.readouterr().out.splitlines()) == 10
+    with pytest.raises(ValueError, match="The losses must agree to 0.0001, got "):
+        benchmark.check_losses({"original": 1.0, "cross_entropy": 1.01, "ours": 1.0}, "float32")
+
+
+def test_peak_memory_counts_what_is_made_once():
+    """Bytes by hand: a view of what was there counts nothing, what goes is given back, gradients can be left out."""
+    peak_memory = load_example("peak_memory")
+    weight = torch.ones(1000, requires_grad=True)
+    with peak_memory.PeakMemory() as tracker:
+        view = weight.detach().view(10, 100)
+        first = view * 2
+        del first
+        product = weight * 3
+        product.sum().backward()
+    assert tracker.peak_beyond((weight.grad,)) < tracker.peak
+    assert 2 * 4000 <= tracker.peak <= 2 * 4000 + 16
+    assert 4000 <= tracker.peak_beyond((weight.grad,)) <= 4000 + 16
+
+
 def test_shipped_checkpoint_has_its_stated_likelihood():
     """The card's held-out figure within 4 of the two estimates' errors, on the same blocks with other draws."""
     from transformers import AutoTokenizer

@@ -480,8 +480,8 @@ def test_empty_canvases(wide_model: RADDForMaskedDiffusion):
 
 def peak_memory(function: Callable) -> int:
     """Bytes of tensors that lived at the same time during a call."""
-    path = Path(__file__).parents[1] / "examples" / "benchmark_loss.py"
-    spec = importlib.util.spec_from_file_location("benchmark_loss", path)
+    path = Path(__file__).parents[1] / "examples" / "peak_memory.py"
+    spec = importlib.util.spec_from_file_location("peak_memory", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     with module.PeakMemory() as tracker, torch.no_grad():
