@@ -38,7 +38,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_samples", type=int, default=128, help="network rows a block")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch_size", type=int, default=64, help="rows in one network call")
-    parser.add_argument("--block_size", type=int, default=BLOCK_SIZE)
+    parser.add_argument("--block_size", type=int, help=f"default: {BLOCK_SIZE}, or the model's context if shorter")
     parser.add_argument("--max_blocks", type=int, help="only so many blocks, the first ones")
     parser.add_argument("--last_block", default="drop", choices=["drop", "pad"])
     parser.add_argument("--packing", default="concatenated", choices=["concatenated", "original"])
@@ -62,7 +62,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def score(args: argparse.Namespace, model, tokenizer, name: str, path: str | None) -> PerplexityReport:
     """One data set."""
     options = {"last_block": args.last_block, "packing": args.packing, "original_split": args.original_split}
-    blocks = build_blocks(name, tokenizer, path=path, block_size=args.block_size, **options)
+    context = getattr(model.config, "max_position_embeddings", None) or BLOCK_SIZE
+    block_size = args.block_size or min(BLOCK_SIZE, context)
+    if block_size > context and args.stride is None:
+        raise ValueError(f"`block_size` must fit the model's max_position_embeddings={context}, got {block_size}.")
+    blocks = build_blocks(name, tokenizer, path=path, block_size=block_size, **options)
     blocks = blocks.first(args.max_blocks, tokenizer) if args.max_blocks else blocks
     counts = {"num_bytes": blocks.num_bytes, "num_words": blocks.num_words, "settings": blocks.settings}
     if args.causal:

@@ -123,7 +123,8 @@ class ScriptArguments:
         default=False, metadata={"help": "Weight decay on biases and norms too, as in the paper's code."}
     )
     curriculum_steps: int = field(
-        default=0, metadata={"help": "Steps over which the share of tokens that may be masked grows from 15 % to all."}
+        default=0,
+        metadata={"help": "Steps over which the share of tokens that may be masked grows from 15 %% to all."},
     )
     sample_steps: int = field(default=0, metadata={"help": "Log a sample every so many steps; 0: never."})
     sample_prompt: str | None = field(default=None, metadata={"help": "Text that the samples continue."})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_examples import load_example
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from radd_hf import RADDForMaskedDiffusion, estimate_likelihood
@@ -200,3 +201,12 @@ def test_two_processes_equal_one_and_a_run_repeats_itself(tmp_path: Path):
         for name in ("nll", "num_sequences", "num_tokens", "num_bytes", "monte_carlo_error", "nfe"):
             assert two[name] == pytest.approx(one[name], rel=1e-6), name
     assert two["num_sequences"] == 80 and two["num_tokens"] == 80 * 32
+
+
+def test_blocks_beyond_the_context_are_refused():
+    held_out = ROOT / "examples" / "data" / "held_out.txt"
+    arguments = f"--data text --path {held_out} --max_blocks 1 --num_samples 2 --device cpu"
+    with pytest.raises(ValueError, match="`block_size` must fit the model's max_position_embeddings=128, got 1024"):
+        load_example("evaluate").main([*arguments.split(), "--block_size", "1024"])
+    (report,) = load_example("evaluate").main(arguments.split()).values()
+    assert report.num_tokens == 128

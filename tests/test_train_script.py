@@ -168,3 +168,9 @@ def test_a_curriculum_leaves_the_unigram_plateau(train, tmp_path: Path):
     """1,000 steps: seeds 0 and 1 gave 2.812 and 2.616; a run that stays on the plateau ends at 3.09."""
     flags = "--max_steps 1000 --lr_scheduler_type cosine --per_device_train_batch_size 64 --ema_decay 0"
     assert math.log(evaluation_after(train, tmp_path, f"{flags} --curriculum_steps 600")) < 2.95
+
+
+def test_help_is_printed(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as done:
+        load_example("train").main(["--help"])
+    assert done.value.code == 0 and "--curriculum_steps" in capsys.readouterr().out
