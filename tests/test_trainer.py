@@ -395,11 +395,17 @@ def test_flags_train(tmp_path: Path, flags: dict):
 
 @pytest.mark.slow
 def test_a_compiled_model_trains(tmp_path: Path):
-    flags = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 20}
-    trainer = RADDTrainer(tiny_model(), arguments(tmp_path, **flags), train_dataset=blocks())
-    trainer.train()
-    nll = logged(trainer, "nll_per_token")
-    assert sum(nll[-5:]) / 5 < nll[0] - 0.05 and trainer.ema.num_updates == 20
+    """As the model does without: the same losses at dropout 0."""
+    runs = []
+    for flags in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
+        model = tiny_model()
+        for layer in model.model.layers:
+            layer.dropout.p = 0.0
+        trainer = RADDTrainer(model, arguments(tmp_path, max_steps=8, **flags), train_dataset=blocks())
+        trainer.train()
+        assert trainer.ema.num_updates == 8
+        runs.append(logged(trainer, "nll_per_token"))
+    assert runs[1] == pytest.approx(runs[0], abs=2e-4)
 
 
 def test_extreme_masks_are_finite_in_float16(tmp_path: Path):
