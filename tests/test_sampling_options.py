@@ -9,7 +9,15 @@ import pytest
 import reference as ref
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, CompileConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    CompileConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+)
 
 import radd_hf.generation_radd as generation_radd
 from radd_hf import RADDConfig, RADDForMaskedDiffusion, RADDGenerationConfig, RADDGenerationOutput, diffusion_generate
@@ -162,6 +170,24 @@ def test_a_threshold_above_one_reveals_one_token_a_pass(wide_model: RADDForMaske
     }
     assert nfe[1.01] == [8] * 8
     assert nfe[0.1] != nfe[0.99]
+
+
+@pytest.mark.parametrize("algorithm", ["tweedie", "euler", "any_order", "confidence", "entropy", "margin"])
+def test_length_one_and_steps_that_do_not_divide(wide_model: RADDForMaskedDiffusion, algorithm: str):
+    for ids in (torch.tensor([[M]]), torch.tensor([[M], [2]]), torch.full((2, 7), M)):
+        out = run(wide_model, ids, algorithm=algorithm, num_steps=3)
+        assert not bool((out.sequences == M).any()) and int(out.nfe.max()) <= 3
+        assert out.nfe[(ids == M).sum(-1) == 1].tolist() == [1] * int(((ids == M).sum(-1) == 1).sum())
+        assert not bool(out.nfe[(ids != M).all(-1)].any())
+
+
+def test_a_modernbert_is_sampled():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = ModernBertForMaskedLM(ModernBertConfig(**sizes, intermediate_size=16, pad_token_id=0)).eval()
+    ids, mask = torch.tensor([[3, 11, 11], [11, 2, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    out = diffusion_generate(model, ids, attention_mask=mask, mask_token_id=11, seed=0)
+    assert not bool((out == 11).any()) and torch.equal(out[ids != 11], ids[ids != 11])
 
 
 # Bad words
