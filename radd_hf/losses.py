@@ -233,10 +233,7 @@ def diffusion_loss_terms(
     mask_token_id = resolve_mask_token_id(mask_token_id, config)
     check_token_ids(input_ids, config.vocab_size)
     maskable = maskable_positions(input_ids, attention_mask, loss_mask)
-    if bool((maskable & (input_ids == mask_token_id)).any()):
-        raise ValueError(
-            f"`input_ids` must be clean text where it may be masked, got mask tokens (id {mask_token_id}) there."
-        )
+    check_clean(input_ids, maskable, mask_token_id)
     schedule = get_noise_schedule(config if noise_schedule is None else noise_schedule)
     corruption = corrupt(
         input_ids,
@@ -338,6 +335,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def model_config(model: nn.Module):
     """The config of a model, however it is wrapped."""
     return unwrapped(model).config
+
+
+def check_clean(input_ids: torch.LongTensor, maskable: torch.BoolTensor, mask_token_id: int):
+    """Raise a ValueError if a mask token stands where text may be masked."""
+    if bool((maskable & (input_ids == mask_token_id)).any()):
+        raise ValueError(
+            f"`input_ids` must be clean text where it may be masked, got mask tokens (id {mask_token_id}) there."
+        )
 
 
 def maskable_positions(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .checks_radd import check_token_ids, resolve_mask_token_id
-from .losses import DEFAULT_TIME_EPS, corrupt, maskable_positions, model_config, sum_over_masked
+from .losses import DEFAULT_TIME_EPS, check_clean, corrupt, maskable_positions, model_config, sum_over_masked
 from .noise_schedule_radd import NoiseSchedule, get_noise_schedule
 
 
@@ -80,10 +80,7 @@ def score_entropy_diffusion_loss(
     mask_token_id = resolve_mask_token_id(None, config)
     check_token_ids(input_ids, config.vocab_size)
     maskable = maskable_positions(input_ids, attention_mask, loss_mask)
-    if bool((maskable & (input_ids == mask_token_id)).any()):
-        raise ValueError(
-            f"`input_ids` must be clean text where it may be masked, got mask tokens (id {mask_token_id}) there."
-        )
+    check_clean(input_ids, maskable, mask_token_id)
     schedule = get_noise_schedule(config if noise_schedule is None else noise_schedule)
     drawn = corrupt(
         input_ids,
